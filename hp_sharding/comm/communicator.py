@@ -1,0 +1,109 @@
+"""``Communicator`` and ``Work``: the only door to collectives.
+
+Everything above this package speaks of collectives in these two words alone. An implementation runs its collectives
+in the order in which they were started, in the background, and never blocks the caller in a ``start``-like method.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import paddle
+
+
+class Work(ABC):
+    """One collective under way.
+
+    Attributes:
+        op: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"`` or ``"broadcast"``.
+        label: what it carries, as the user knows it; shown in errors and in the timeline.
+        lane: name of the communicator.
+        nbytes: bytes of the whole (unsharded) message.
+        start_s: ``time.perf_counter()`` when the transfer itself began, None before that.
+        end_s: ``time.perf_counter()`` when the result was in place, None before that.
+    """
+
+    op: str
+    label: str
+    lane: str
+    nbytes: int
+    start_s: float | None
+    end_s: float | None
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Returns once the result may be used by what the caller does next.
+
+        May be called any number of times.
+
+        Raises:
+            CommError: the collective failed, outlasted ``timeout_s``, or a peer is gone.
+        """
+
+    @abstractmethod
+    def done(self) -> bool:
+        """True once ``wait()`` would return (or raise) at once. Never blocks."""
+
+
+class Communicator(ABC):
+    """Ordered collectives over a fixed group of ranks: one *lane* of traffic.
+
+    Tensors are contiguous, one-dimensional and of one dtype (float32, float16, bfloat16 everywhere; other dtypes where
+    an implementation says so). A tensor handed in belongs to the collective until the work is done: it is kept alive,
+    and the caller neither writes nor frees it. All ranks of the group start the same collectives in the same order.
+
+    ``after`` names a work, of any lane, that must be done before the collective may read its input.
+
+    Attributes:
+        lane: name of the lane, such as ``"gather"``.
+        ranks: global ranks, in group order.
+        rank: this process's index in ``ranks``.
+        nranks: number of ranks.
+    """
+
+    lane: str
+    ranks: tuple[int, ...]
+    rank: int
+
+    @property
+    def nranks(self) -> int:
+        return len(self.ranks)
+
+    @abstractmethod
+    def all_gather(
+        self, output: paddle.Tensor, input: paddle.Tensor, *, label: str = "", after: Work | None = None
+    ) -> Work:
+        """Fills ``output`` (``nranks * n`` elements) with every rank's ``input`` (``n`` elements), in rank order.
+
+        ``input`` may be this rank's own slice of ``output``: then nothing is copied.
+        """
+
+    @abstractmethod
+    def reduce_scatter(
+        self,
+        output: paddle.Tensor,
+        input: paddle.Tensor,
+        *,
+        label: str = "",
+        after: Work | None = None,
+        accumulate: bool = False,
+    ) -> Work:
+        """Leaves in ``output`` (``n`` elements) the SUM over ranks of slice ``rank`` of ``input`` (``nranks * n``).
+
+        16-bit sums are formed in float32 and rounded once. ``accumulate`` adds that sum to what ``output`` holds.
+        ``input`` is only read.
+        """
+
+    @abstractmethod
+    def all_reduce(self, tensor: paddle.Tensor, *, label: str = "", after: Work | None = None) -> Work:
+        """Replaces ``tensor`` by its SUM over ranks, bitwise the same on every rank."""
+
+    @abstractmethod
+    def broadcast(self, tensor: paddle.Tensor, *, src: int, label: str = "", after: Work | None = None) -> Work:
+        """Copies ``tensor`` of group rank ``src`` to all ranks. Any dtype."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the lane: finishes what is in flight, joins its threads. Safe to call twice. No collective."""

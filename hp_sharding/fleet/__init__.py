@@ -1,0 +1,1 @@
+"""The strategy flag and the fleet-shaped face."""
