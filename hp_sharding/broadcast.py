@@ -1,0 +1,66 @@
+"""``broadcast_state``: makes all ranks begin with the same parameters and buffers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import paddle
+
+from hp_sharding.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hp_sharding.comm.communicator import Communicator, Work
+
+
+def check_state_exists(model: paddle.nn.Layer) -> None:
+    """Refuses a model with tensors that have no storage yet.
+
+    Raises:
+        ConfigError: a tensor was made under ``paddle.LazyGuard`` and not initialized since.
+    """
+    for name, tensor in _state(model):
+        if not tensor._is_initialized():
+            raise ConfigError(f"{name}: has no value yet (made under paddle.LazyGuard?); call its initialize() first")
+
+
+def broadcast_state(model: paddle.nn.Layer, communicator: Communicator) -> None:
+    """Overwrites parameters and buffers, running statistics included, with those of the group's first rank.
+
+    Every dtype and shape; buffers that ``state_dict()`` leaves out too. Tensors keep their storage. All ranks of the
+    group call it together, and it returns when every tensor is in place.
+
+    Args:
+        model: built in the same way on every rank.
+        communicator: must carry the dtypes at hand, as Gloo does.
+
+    Raises:
+        ConfigError: see ``check_state_exists``; before anything is sent.
+        CommError: a peer is gone, late, or sends something of another name or size.
+    """
+    check_state_exists(model)
+    under_way = []
+    with paddle.no_grad():
+        for name, tensor in _state(model):
+            flat = tensor.detach().reshape([-1])
+            # The label holds the shape, so that models that differ in it alone are told apart by the communicator.
+            work = communicator.broadcast(flat, src=0, label=f"{name}{list(tensor.shape)}")
+            under_way.append((tensor, flat, work))
+        for tensor, flat, work in under_way:
+            _finish(tensor, flat, work)
+
+
+def _finish(tensor: paddle.Tensor, flat: paddle.Tensor, work: Work) -> None:
+    work.wait()
+    # Paddle reshapes a 0-d or a transposed tensor into a copy, anything else into a view.
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(flat.reshape(tensor.shape), True)
+
+
+def _state(model: paddle.nn.Layer) -> Iterator[tuple[str, paddle.Tensor]]:
+    """Named parameters and buffers in the model's order, each once, without those of no elements."""
+    for named in (model.named_parameters(), model.named_buffers()):
+        for name, tensor in named:
+            if tensor is not None and tensor.size > 0:  # Paddle gives a tensor without elements no storage at all
+                yield name, tensor

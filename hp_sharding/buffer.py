@@ -1,0 +1,286 @@
+"""``FusedCommBuffer``: the only owner of a bucket's storage, and the states that storage goes through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+import paddle
+from paddle.base.framework import EagerParamBase
+
+from .errors import LayoutError, StateError
+
+if TYPE_CHECKING:
+    from .comm import Communicator, Work
+    from .layout import BucketLayout
+    from .pool import StoragePool
+
+
+class Status(Enum):
+    """State of a bucket's parameters on this rank, and what each state holds in memory.
+
+    With P bytes of parameters in the bucket and S shard ranks:
+
+    * ``SHARDED``: only this rank's shard is valid. P/S bytes; or P, with the rest stale, where storage is kept.
+    * ``SYNCING``: an all-gather is writing the full tensor. P bytes, plus P/S where the shard has its own storage.
+    * ``READY``: the parameters are views of the valid full tensor. Bytes as in ``SYNCING``.
+    """
+
+    SHARDED = "sharded"
+    SYNCING = "syncing"
+    READY = "ready"
+
+
+class ShardSlice(NamedTuple):
+    """The part of one parameter that this rank updates.
+
+    Attributes:
+        param: index of the parameter in its bucket's ``params``.
+        tensor: one-dimensional parameter that shares the shard's storage; it has the name, learning-rate factor,
+            regularizer and clipping flag of the whole parameter.
+        start_numel: where it begins in the shard, in elements.
+        numel: elements.
+    """
+
+    param: int
+    tensor: EagerParamBase
+    start_numel: int
+    numel: int
+
+
+class BufferPlace(NamedTuple):
+    """Where a buffer lives: its rank in the shard group, its gather lane, its pool, and whether storage is kept.
+
+    ``keeps_full`` leaves the full tensor allocated between steps (stages 1 and 2): the shard is then its own slice.
+    """
+
+    rank: int
+    gather: Communicator
+    pool: StoragePool
+    keeps_full: bool
+
+
+class FusedCommBuffer:
+    """One bucket: parameters as views of a flat full tensor, this rank's shard of it, and the full gradient.
+
+    Attributes:
+        layout: the arithmetic of the bucket.
+        params: its parameters, in slot order.
+        status: see ``Status``; READY at first, since the user's initial weights are in place.
+        shard: flat tensor of ``layout.shard_numel`` elements, always valid; what the optimizer updates.
+        place: its rank, lane and pool.
+        slices: the parts of parameters that lie in the shard.
+    """
+
+    def __init__(self, layout: BucketLayout, params: Sequence[EagerParamBase], place: BufferPlace) -> None:
+        self.layout = layout
+        self.params = list(params)
+        self.status = Status.READY
+        self.place = place
+        self._work: Work | None = None
+        self._full = self._adopt_params()
+        self.shard = self._make_shard()
+        self.slices = self._make_slices()
+        self.gradient = GradientStorage(layout, self.params, place.pool)
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
+    @property
+    def full(self) -> paddle.Tensor | None:
+        """The flat full tensor (``layout.numel`` elements), or None while its storage is freed."""
+        return self._full
+
+    @property
+    def gather_work(self) -> Work | None:
+        """The all-gather under way; None unless SYNCING."""
+        return self._work
+
+    def start_gather(self) -> Work:
+        """SHARDED -> SYNCING: starts the all-gather of the shards into the full tensor.
+
+        Raises:
+            StateError: the bucket is not SHARDED.
+        """
+        self._require(Status.SHARDED, "start_gather")
+        if self._full is None:
+            self._full = self.place.pool.alloc(self.layout.numel, self.layout.dtype)
+        self._work = self.place.gather.all_gather(self._full, self.shard, label=self.name)
+        self.status = Status.SYNCING
+        return self._work
+
+    def finish_gather(self) -> None:
+        """SYNCING -> READY: waits for the all-gather, then makes the parameters views of its result.
+
+        Raises:
+            StateError: the bucket is not SYNCING.
+            CommError: the gather failed; the bucket stays SYNCING.
+        """
+        self._require(Status.SYNCING, "finish_gather")
+        assert self._work is not None
+        self._work.wait()
+        self._work = None
+        if not self.place.keeps_full:
+            self._bind_params()
+        self.status = Status.READY
+
+    def mark_stale(self) -> None:
+        """READY -> SHARDED after the shard was updated; storage stays and is overwritten by the next gather."""
+        self._require(Status.READY, "mark_stale")
+        self.status = Status.SHARDED
+
+    def free(self) -> None:
+        """READY -> SHARDED: parameters and full tensor let go of the memory. Shapes and dtypes stay readable."""
+        self._require(Status.READY, "free")
+        assert not self.place.keeps_full
+        for param in self.params:
+            param._clear_data()
+        # Views that autograd saved keep the block alive; the pool takes it back when the last of them is gone.
+        self._full = None
+        self.status = Status.SHARDED
+
+    def store_full(self) -> None:
+        """Copies this rank's part of the full tensor into the shard, so that writes to parameters are kept."""
+        self._require(Status.READY, "store_full")
+        if not self.place.keeps_full:
+            assert self._full is not None
+            self.shard.copy_(self._own_slice(self._full), False)
+
+    def check_params(self) -> None:
+        """Raises LayoutError where a READY parameter has left its place in the full tensor (a cast, a swap)."""
+        if self.status is not Status.READY or self._full is None:
+            return
+        base, itemsize = self._full.data_ptr(), self.layout.itemsize
+        for param, slot in zip(self.params, self.layout.slots, strict=True):
+            if param.data_ptr() != base + slot.offset_numel * itemsize:
+                raise LayoutError(
+                    f"parameter '{param.name}' of bucket '{self.name}' no longer shares the bucket's storage: it was "
+                    f"cast, moved or replaced after wrapping (expected {self.layout.dtype}, found "
+                    f"{str(param.dtype).split('.')[-1]}). Call Layer.to(...) before fleet.distributed_model, and write "
+                    "values with set_value or copy_"
+                )
+
+    def _adopt_params(self) -> paddle.Tensor:
+        numel, dtype = self.layout.numel, self.layout.dtype
+        full = paddle.zeros([numel], dtype) if self.place.keeps_full else self.place.pool.alloc(numel, dtype)
+        if not self.place.keeps_full:
+            full.zero_()
+        for param, slot in zip(self.params, self.layout.slots, strict=True):
+            full._slice(slot.offset_numel, slot.end_numel).copy_(param.detach().flatten(), False)
+        self._full = full
+        self._bind_params()
+        return full
+
+    def _bind_params(self) -> None:
+        # The *same* parameter object gets the new memory: autograd, the layer and the user hold that object.
+        assert self._full is not None
+        for param, slot in zip(self.params, self.layout.slots, strict=True):
+            self._full._slice(slot.offset_numel, slot.end_numel)._share_buffer_to(param)
+
+    def _own_slice(self, full: paddle.Tensor) -> paddle.Tensor:
+        start = self.place.rank * self.layout.shard_numel
+        return full._slice(start, start + self.layout.shard_numel)
+
+    def _make_shard(self) -> paddle.Tensor:
+        assert self._full is not None
+        own = self._own_slice(self._full)
+        return own if self.place.keeps_full else own.clone()
+
+    def _make_slices(self) -> list[ShardSlice]:
+        slices = []
+        for piece in self.layout.pieces(self.place.rank):
+            start = piece.shard_offset_numel
+            view = self.shard._slice(start, start + piece.numel)
+            slices.append(ShardSlice(piece.slot, _slice_of(self.params[piece.slot], view), start, piece.numel))
+        return slices
+
+    def _require(self, status: Status, call: str) -> None:
+        if self.status is not status:
+            raise StateError(
+                f"bucket '{self.name}': {call} needs the state {status.name}, but it is {self.status.name}. This is "
+                "a wrong order of calls on a FusedCommBuffer; let the optimizer drive it"
+            )
+
+
+_COPIED_ATTRIBUTES = ("optimize_attr", "regularizer", "need_clip", "is_distributed", "do_model_average", "no_sync")
+
+
+def _slice_of(param: EagerParamBase, view: paddle.Tensor) -> EagerParamBase:
+    """A parameter over ``view`` that an optimizer treats as it would treat ``param``."""
+    part = EagerParamBase(shape=view.shape, dtype=view.dtype, name=param.name)
+    view._share_buffer_to(part)
+    part.stop_gradient = param.stop_gradient
+    for name in _COPIED_ATTRIBUTES:
+        if hasattr(param, name):
+            setattr(part, name, getattr(param, name))
+    return part
+
+
+class GradientStorage:
+    """The full gradient of one bucket: a flat tensor that exists from its first gradient until it has been reduced.
+
+    The padding holds zero whenever the storage is allocated, so that sums over the whole flat tensor are sums over the
+    gradients.
+
+    Attributes:
+        full: the flat gradient, or None.
+        filled: for each parameter, whether it holds a gradient.
+    """
+
+    def __init__(self, layout: BucketLayout, params: Sequence[EagerParamBase], pool: StoragePool) -> None:
+        self.full: paddle.Tensor | None = None
+        self.filled = [False] * len(params)
+        self._layout = layout
+        self._pool = pool
+        self._gaps = layout.gaps()
+        # One view object a parameter, of the parameter's shape, pointed at whatever storage is current.
+        self._views = [paddle.empty(param.shape, param.dtype) for param in params]
+        for view in self._views:
+            view._clear_data()
+
+    def alloc(self) -> None:
+        """Takes storage; its parameters' content is undefined until ``put``, its padding zero."""
+        assert self.full is None
+        self.full = self._pool.alloc(self._layout.numel, self._layout.dtype)
+        for start, end in self._gaps:
+            self.full._slice(start, end).zero_()
+        for view, slot in zip(self._views, self._layout.slots, strict=True):
+            self.full._slice(slot.offset_numel, slot.end_numel)._share_buffer_to(view)
+
+    def put(self, index: int, gradient: paddle.Tensor) -> None:
+        """Copies parameter ``index``'s gradient in, or adds it to what is there. ``gradient`` is only read."""
+        if self.filled[index]:
+            self._views[index].add_(gradient)
+        else:
+            self._views[index].copy_(gradient, False)
+            self.filled[index] = True
+
+    def view(self, index: int) -> paddle.Tensor:
+        """A new tensor object over parameter ``index``'s gradient, of its shape."""
+        view = self._views[index]
+        other = paddle.empty(view.shape, view.dtype)
+        view._share_buffer_to(other)
+        return other
+
+    def holds(self, index: int, tensor: paddle.Tensor) -> bool:
+        """Whether ``tensor`` already is parameter ``index``'s place in this storage."""
+        return self.full is not None and tensor.data_ptr() == self._views[index].data_ptr()
+
+    def fill_missing(self) -> None:
+        """Zeros for every parameter that has no gradient."""
+        for index, filled in enumerate(self.filled):
+            if not filled:
+                self._views[index].zero_()
+
+    def reset(self) -> None:
+        """Forgets all gradients and keeps the storage."""
+        self.filled = [False] * len(self.filled)
+
+    def free(self) -> None:
+        """Lets go of the storage and of all gradients; a collective that reads it keeps it alive until it is done."""
+        self.full = None
+        for view in self._views:
+            view._clear_data()
+        self.reset()

@@ -1,0 +1,262 @@
+"""What the members of a group must agree on before and after they touch Gloo.
+
+Gloo itself gives up 30 s after it was entered, for good, and does not say whom it waited for. So a lane enters it only
+when the *tokens* of all members say that they have reached the same collective, and leaves the group by agreement:
+
+1. Whoever wants to leave a lane stops entering collectives and tells the others the last one that it has entered.
+2. Everyone who hears that does the same at once, wherever its script is.
+3. When all have answered, the largest number named is the *limit*. Somebody may be inside that collective, and so may
+   all who have promised their tokens for it: everyone finishes up to the limit and drops the rest.
+4. Who has nothing left to finish says that it is quiet. When all are quiet nobody's connections can hurt anybody.
+
+This file is pure bookkeeping: it sends through a function that it is given and never looks at a clock but to wait.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+Message = list[object]
+"""A control message: its kind, then strings and whole numbers (what JSON can carry)."""
+
+
+class Token(NamedTuple):
+    """Says that a rank has reached a collective. Equal on all ranks, or the ranks have gone different ways."""
+
+    what: str
+    nbytes: int
+    label: str
+
+    def __str__(self) -> str:
+        return f"{self.what} of {self.nbytes} bytes labelled {self.label!r}"
+
+
+class Cause(NamedTuple):
+    """Why collectives cannot go on: in words, and the global rank at fault where it is known."""
+
+    text: str
+    peer: int | None = None
+
+
+class Listener(Protocol):
+    """The lane's own side: it owns the outstanding works."""
+
+    def drop_after(self, limit: int, cause: Cause) -> None:
+        """Fails the outstanding works whose sequence number is above ``limit`` (-1: all of them)."""
+
+
+class Refused(Exception):  # noqa: N818 - not an error of its own: the lane turns it into a CommError that names the work
+    """A collective may not be entered."""
+
+    def __init__(self, cause: Cause) -> None:
+        super().__init__(cause.text)
+        self.cause = cause
+
+
+@dataclass
+class _Ledger:
+    """What is known about one lane. Sequence numbers count the lane's collectives from zero."""
+
+    listener: Listener
+    tokens: dict[int, dict[int, Token]] = field(default_factory=dict)
+    entered: int = -1
+    entered_s: float = 0.0
+    finished: int = -1
+    leaving: Cause | None = None
+    last_entered_by: dict[int, int] = field(default_factory=dict)
+    quiet: set[int] = field(default_factory=set)
+
+    def limit(self) -> int:
+        return max(self.last_entered_by.values())
+
+
+class Agreement:
+    """The state that all lanes of one group of ranks share. Every method may be called from any thread.
+
+    Args:
+        ranks: global ranks of the group.
+        me: this process's global rank.
+        tell: sends a message to all other members; must not call back.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], me: int, tell: Callable[[Message], None]) -> None:
+        self.ranks = ranks
+        self.me = me
+        self.broken: Cause | None = None
+        self._tell = tell
+        self._changed = threading.Condition()
+        self._ledgers: dict[str, _Ledger] = {}
+
+    def add_lane(self, lane: str, listener: Listener) -> None:
+        """Makes a lane known. Before the first message can come."""
+        self._ledgers[lane] = _Ledger(listener)
+
+    def refusal(self, lane: str) -> Cause | None:
+        """Why the lane takes no more collectives, or None."""
+        return self.broken or self._ledgers[lane].leaving
+
+    def announce(self, lane: str, sequence: int, token: Token) -> None:
+        """Tells the others that this rank has reached a collective and can enter it."""
+        with self._changed:
+            self._ledgers[lane].tokens.setdefault(sequence, {})[self.me] = token
+        self._tell(["token", lane, sequence, *token])
+
+    def enter(self, lane: str, sequence: int, timeout_s: float) -> None:
+        """Blocks until all members have announced the collective, which the caller must then carry out.
+
+        Raises:
+            Refused: a token differs, somebody has not come in time, is gone, or leaves before this collective.
+        """
+        ledger = self._ledgers[lane]
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._may_enter(ledger, sequence):
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise Refused(self._late(ledger, sequence, timeout_s))
+                self._changed.wait(left_s)
+            self._check_tokens(ledger, lane, sequence)
+            ledger.entered = sequence
+            ledger.entered_s = time.monotonic()
+
+    def finish(self, lane: str, sequence: int) -> None:
+        """Says that a collective which was entered has ended well."""
+        with self._changed:
+            ledger = self._ledgers[lane]
+            ledger.finished = sequence
+            ledger.tokens.pop(sequence, None)
+            self._changed.notify_all()
+        self._settle(lane)
+
+    def overdue(self, timeout_s: float) -> str | None:
+        """The name of a lane that has been inside one collective for longer than ``timeout_s``."""
+        now_s = time.monotonic()
+        with self._changed:
+            for lane, ledger in self._ledgers.items():
+                if ledger.entered > ledger.finished and now_s - ledger.entered_s > timeout_s:
+                    return lane
+        return None
+
+    def break_off(self, cause: Cause, *, tell: bool = True) -> None:
+        """Ends all lanes of the group for good. The first cause stays; later ones are consequences."""
+        with self._changed:
+            if self.broken is not None:
+                return
+            self.broken = cause
+            self._changed.notify_all()
+        if tell:
+            self._tell(["abort", cause.text, cause.peer])
+        for ledger in self._ledgers.values():
+            ledger.listener.drop_after(-1, cause)
+
+    def await_break(self, timeout_s: float) -> None:
+        """Gives the news of a dead peer a moment to come, so that it and not its echo becomes the cause."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.broken is not None, timeout_s)
+
+    def leave(self, lane: str, cause: Cause, *, by: int | None = None, last_entered: int = -1) -> None:
+        """Starts (or, with ``by``, takes note of another rank's wish) to leave a lane. Does not block."""
+        ledger = self._ledgers[lane]
+        answer: int | None = None
+        with self._changed:
+            if ledger.leaving is None:
+                ledger.leaving = cause
+                ledger.last_entered_by[self.me] = answer = ledger.entered
+            if by is not None:
+                ledger.last_entered_by[by] = last_entered
+            self._changed.notify_all()
+        if answer is not None:
+            self._tell(["leave", lane, answer])
+        self._settle(lane)
+
+    def await_quiet(self, timeout_s: float) -> bool:
+        """Blocks until every member says, or has shown, that no lane of its will touch Gloo again."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            return self._changed.wait_for(self._is_quiet, max(0.0, deadline_s - time.monotonic()))
+
+    def hear(self, peer: int, message: Message) -> None:
+        """Takes in a message of another member."""
+        kind, rest = message[0], message[1:]
+        if kind == "token":
+            lane, sequence, what, nbytes, label = rest
+            with self._changed:
+                self._ledgers[str(lane)].tokens.setdefault(_whole(sequence), {})[peer] = Token(
+                    str(what), _whole(nbytes), str(label)
+                )
+                self._changed.notify_all()
+        elif kind == "leave":
+            cause = Cause(f"rank {peer} has left: it closed the lane, or its script has ended", peer)
+            self.leave(str(rest[0]), cause, by=peer, last_entered=_whole(rest[1]))
+        elif kind == "quiet":
+            with self._changed:
+                self._ledgers[str(rest[0])].quiet.add(peer)
+                self._changed.notify_all()
+        elif kind == "abort":
+            at_fault = rest[1] if isinstance(rest[1], int) else peer
+            self.break_off(Cause(f"rank {peer} gave up: {rest[0]}", at_fault), tell=False)
+
+    def lost(self, peer: int) -> None:
+        """Takes in that a member's connection has ended."""
+        with self._changed:
+            at_peace = all(peer in ledger.quiet for ledger in self._ledgers.values())
+        if not at_peace:
+            self.break_off(Cause(f"rank {peer} is gone: its connection ended without a goodbye", peer))
+
+    def _is_quiet(self) -> bool:
+        everyone = set(self.ranks)
+        return self.broken is not None or all(ledger.quiet == everyone for ledger in self._ledgers.values())
+
+    def _may_enter(self, ledger: _Ledger, sequence: int) -> bool:
+        if self.broken is not None:
+            raise Refused(self.broken)
+        if ledger.leaving is not None:
+            if len(ledger.last_entered_by) < len(self.ranks):
+                return False
+            if sequence > ledger.limit():
+                raise Refused(ledger.leaving)
+        return len(ledger.tokens.get(sequence, {})) == len(self.ranks)
+
+    def _check_tokens(self, ledger: _Ledger, lane: str, sequence: int) -> None:
+        tokens = ledger.tokens[sequence]
+        mine = tokens[self.me]
+        for peer in self.ranks:
+            if tokens[peer] != mine:
+                text = (
+                    f"the ranks have gone different ways: as collective {sequence} of lane {lane!r} rank {self.me} has "
+                    f"{mine}, rank {peer} has {tokens[peer]}; all ranks must start the same collectives in one order"
+                )
+                raise Refused(Cause(text, peer))
+
+    def _late(self, ledger: _Ledger, sequence: int, timeout_s: float) -> Cause:
+        missing = [peer for peer in self.ranks if peer not in ledger.tokens.get(sequence, {})]
+        names = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {missing}"
+        return Cause(
+            f"{names} did not reach this collective within {timeout_s:g} s: it is stuck, much slower, or takes another "
+            "path through the model; raise timeout_s if it is only late",
+            missing[0] if missing else None,
+        )
+
+    def _settle(self, lane: str) -> None:
+        """Once all have answered a wish to leave: drops what lies beyond the limit and says when this rank is quiet."""
+        ledger = self._ledgers[lane]
+        with self._changed:
+            if ledger.leaving is None or len(ledger.last_entered_by) < len(self.ranks) or self.broken is not None:
+                return
+            limit = ledger.limit()
+            became_quiet = ledger.finished >= limit and self.me not in ledger.quiet
+            if became_quiet:
+                ledger.quiet.add(self.me)
+                self._changed.notify_all()
+        ledger.listener.drop_after(limit, ledger.leaving)
+        if became_quiet:
+            self._tell(["quiet", lane])
+
+
+def _whole(value: object) -> int:
+    assert isinstance(value, int), value
+    return value

@@ -1,0 +1,295 @@
+"""Collectives over Gloo that run behind the caller's back.
+
+Gloo works inside the launching call, so a lane hands its collectives to a thread of its own, first in, first out. The
+calls release the interpreter lock: communication and compute overlap.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import paddle
+
+from ..errors import CommError, ConfigError
+from .agreement import Agreement, Cause, Refused, Token
+from .communicator import Communicator, Work
+from .links import GlooLinks
+from .memory import ELEMENT_TYPES, Bytes, ElementType, bytes_of
+from .ring import Ring, Span
+from .sums import Adder
+
+_log = logging.getLogger("hp_sharding")
+# How long a failure inside Gloo waits for the news that a peer is dead, which says more.
+_NEWS_S = 2.0
+_JOIN_S = 2.0
+
+
+class GlooWork(Work):
+    """A collective that a lane's thread carries out."""
+
+    def __init__(self, lane: str, sequence: int, token: Token, op: str, rank: int) -> None:
+        self.op = op
+        self.label = token.label
+        self.lane = lane
+        self.nbytes = token.nbytes
+        self.start_s: float | None = None
+        self.end_s: float | None = None
+        self.sequence = sequence
+        self.token = token
+        self._rank = rank
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._error: tuple[str, int | None] | None = None
+        self._callbacks: list[Callable[[], None]] = []
+
+    def wait(self) -> None:
+        self._over.wait()
+        if self._error is not None:
+            text, peer = self._error
+            raise CommError(text, op=self.op, label=self.label, lane=self.lane, rank=self._rank, peer=peer)
+
+    def done(self) -> bool:
+        return self._over.is_set()
+
+    def failed(self) -> bool:
+        """True if ``wait()`` would raise."""
+        return self._error is not None
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` once it is over, in whichever thread ends it; at once if it is over already."""
+        with self._lock:
+            if not self._over.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def end(self, cause: Cause | None = None) -> None:
+        """Makes it done, or failed. The first call counts."""
+        with self._lock:
+            if self._over.is_set():
+                return
+            self.end_s = time.perf_counter()
+            if cause is not None:
+                self._error = (self._describe(cause), cause.peer)
+            self._over.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def _describe(self, cause: Cause) -> str:
+        return f"rank {self._rank}: {self.op} of {self.label!r} on lane {self.lane!r} failed: {cause.text}"
+
+
+class _Job(NamedTuple):
+    """A work, what carries it out, and the work it must follow."""
+
+    work: GlooWork
+    transfer: Callable[[], None]
+    after: Work | None
+
+
+class GlooCommunicator(Communicator):
+    """One lane over Gloo. Made by ``create_communicators``.
+
+    Sums: float32, float64, float16, bfloat16, the integers and complex numbers. Copies: bool as well.
+    """
+
+    def __init__(
+        self, lane: str, ranks: tuple[int, ...], me: int, *, agreement: Agreement, links: GlooLinks, timeout_s: float
+    ) -> None:
+        self.lane = lane
+        self.ranks = ranks
+        self.rank = ranks.index(me)
+        self._me = me
+        self._agreement = agreement
+        self._links = links
+        self._timeout_s = timeout_s
+        self._ring = Ring(self.rank, len(ranks), links)
+        self._next_sequence = 0
+        self._submitting = threading.Lock()
+        self._outstanding: deque[GlooWork] = deque()
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._worker = threading.Thread(target=self._serve, name=f"hp_sharding-{lane}", daemon=True)
+        agreement.add_lane(lane, self)
+
+    def start(self) -> None:
+        """Starts the lane's thread. Once only."""
+        self._worker.start()
+
+    def all_gather(
+        self, output: paddle.Tensor, input: paddle.Tensor, *, label: str = "", after: Work | None = None
+    ) -> Work:
+        element, numel = self._check("all_gather", output, input)
+        nbytes = numel * element.item_bytes
+        data = bytes_of(output, nbytes)
+        own = bytes_of(input, nbytes // self.nranks)
+        chunk_bytes = nbytes // self.nranks
+        chunks = [Span(rank * chunk_bytes, (rank + 1) * chunk_bytes) for rank in range(self.nranks)]
+
+        def transfer() -> None:
+            mine = data[chunks[self.rank].start : chunks[self.rank].stop]
+            if nbytes and mine.ctypes.data != own.ctypes.data:
+                mine[:] = own
+            self._ring.all_gather(data, chunks)
+
+        return self._submit("all_gather", element, nbytes, transfer, label=label, after=after)
+
+    def reduce_scatter(
+        self,
+        output: paddle.Tensor,
+        input: paddle.Tensor,
+        *,
+        label: str = "",
+        after: Work | None = None,
+        accumulate: bool = False,
+    ) -> Work:
+        element, numel = self._check("reduce_scatter", input, output)
+        nbytes = numel * element.item_bytes
+        adder = self._adder("reduce_scatter", element)
+        data = adder.stored(bytes_of(input, nbytes))
+        result = adder.stored(bytes_of(output, nbytes // self.nranks))
+        chunk_numel = numel // self.nranks
+        chunks = [Span(rank * chunk_numel, (rank + 1) * chunk_numel) for rank in range(self.nranks)]
+
+        def transfer() -> None:
+            self._ring.reduce_scatter(result, data, chunks, adder, accumulate=accumulate)
+
+        return self._submit("reduce_scatter", element, nbytes, transfer, label=label, after=after)
+
+    def all_reduce(self, tensor: paddle.Tensor, *, label: str = "", after: Work | None = None) -> Work:
+        element, numel = self._element("all_reduce", tensor)
+        nbytes = numel * element.item_bytes
+        adder = self._adder("all_reduce", element)
+        data = adder.stored(bytes_of(tensor, nbytes))
+        return self._submit(
+            "all_reduce", element, nbytes, lambda: self._ring.all_reduce(data, adder), label=label, after=after
+        )
+
+    def broadcast(self, tensor: paddle.Tensor, *, src: int, label: str = "", after: Work | None = None) -> Work:
+        element, numel = self._element("broadcast", tensor)
+        if not 0 <= src < self.nranks:
+            raise ConfigError(f"broadcast from group rank {src}: the group has ranks 0 to {self.nranks - 1}")
+        nbytes = numel * element.item_bytes
+        data: Bytes = bytes_of(tensor, nbytes)
+        return self._submit(
+            f"broadcast from {src}", element, nbytes, lambda: self._ring.broadcast(data, src), label=label, after=after
+        )
+
+    def close(self) -> None:
+        self._agreement.leave(self.lane, Cause(f"rank {self._me} has closed the lane", self._me))
+        self._agreement.await_quiet(_JOIN_S)
+        self.join(_JOIN_S)
+
+    def join(self, timeout_s: float) -> bool:
+        """Ends the threads after what is in flight; False if one is stuck inside Gloo and was abandoned."""
+        self._jobs.put(None)
+        self._links.stop()
+        self._worker.join(timeout_s)
+        return self._links.join(timeout_s) and not self._worker.is_alive()
+
+    def drop_after(self, limit: int, cause: Cause) -> None:
+        with self._submitting:
+            dropped = [work for work in self._outstanding if work.sequence > limit]
+        for work in dropped:
+            work.end(cause)
+
+    def _submit(
+        self,
+        what: str,
+        element: ElementType,
+        nbytes: int,
+        transfer: Callable[[], None],
+        *,
+        label: str,
+        after: Work | None,
+    ) -> GlooWork:
+        token = Token(f"{what} ({element.name})", nbytes, label)
+        op = what.partition(" ")[0]
+        with self._submitting:
+            refusal = self._agreement.refusal(self.lane)
+            work = GlooWork(self.lane, self._next_sequence, token, op, self._me)
+            if refusal is not None:
+                work.end(refusal)
+                work.wait()
+            self._next_sequence += 1
+            self._outstanding.append(work)
+            self._jobs.put(_Job(work, transfer, after))
+        # A rank that still waits for another collective is not ready for this one: the others must not enter yet.
+        if after is None or after.done():
+            self._announce(work)
+        elif isinstance(after, GlooWork):
+            after.when_done(lambda: None if after.failed() else self._announce(work))
+        return work
+
+    def _announce(self, work: GlooWork) -> None:
+        self._agreement.announce(self.lane, work.sequence, work.token)
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._carry_out(job)
+            except Refused as refused:
+                job.work.end(refused.cause)
+                if refused.cause != self._agreement.refusal(self.lane):
+                    self._agreement.break_off(refused.cause)
+            with self._submitting:
+                self._outstanding.popleft()
+            # Let go of the tensors before waiting for the next job.
+            del job
+
+    def _carry_out(self, job: _Job) -> None:
+        work = job.work
+        if work.done():
+            return
+        if job.after is not None:
+            self._follow(work, job.after)
+        self._agreement.enter(self.lane, work.sequence, self._timeout_s)
+        work.start_s = time.perf_counter()
+        try:
+            job.transfer()
+        except Exception as error:
+            self._agreement.await_break(_NEWS_S)
+            _log.debug("transfer failed", exc_info=True)
+            raise Refused(self._agreement.broken or Cause(f"the transfer failed: {error}")) from error
+        work.end()
+        self._agreement.finish(self.lane, work.sequence)
+
+    def _follow(self, work: GlooWork, after: Work) -> None:
+        try:
+            after.wait()
+        except CommError as error:
+            raise Refused(Cause(f"the collective that it follows failed: {error}", error.peer)) from error
+        if not isinstance(after, GlooWork):
+            self._announce(work)
+
+    def _check(self, op: str, whole: paddle.Tensor, part: paddle.Tensor) -> tuple[ElementType, int]:
+        element, numel = self._element(op, whole)
+        part_element, part_numel = self._element(op, part)
+        if part_element is not element or part_numel * self.nranks != numel:
+            raise ConfigError(
+                f"rank {self._me}, lane {self.lane!r}: {op} over {self.nranks} ranks got {numel} elements of "
+                f"{element.name} and {part_numel} of {part_element.name}; one must be {self.nranks} times the other, "
+                "of one dtype"
+            )
+        return element, numel
+
+    def _element(self, op: str, tensor: paddle.Tensor) -> tuple[ElementType, int]:
+        element = ELEMENT_TYPES.get(tensor.dtype)
+        shape = tensor.shape
+        if element is None or len(shape) != 1 or not tensor.is_contiguous() or not tensor.place.is_cpu_place():
+            raise ConfigError(
+                f"rank {self._me}, lane {self.lane!r}: {op} takes contiguous, one-dimensional CPU tensors, "
+                f"not {tensor.dtype} of shape {list(shape)} on {tensor.place}"
+            )
+        return element, shape[0]
+
+    def _adder(self, op: str, element: ElementType) -> Adder:
+        if element.partial is None:
+            raise ConfigError(f"rank {self._me}, lane {self.lane!r}: {op} cannot add up {element.name}")
+        return Adder(element)

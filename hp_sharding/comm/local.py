@@ -1,0 +1,152 @@
+"""A group of one: what it is asked to move is there already, or one copy away."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import paddle
+
+from ..errors import CommError, ConfigError
+from .communicator import Communicator, Work
+from .memory import ELEMENT_TYPES, ElementType, bytes_of
+from .sums import Adder
+
+
+class LocalWork(Work):
+    """A copy, made at once, or as soon as somebody asks for it after the work that it follows is done."""
+
+    def __init__(self, op: str, label: str, lane: str, nbytes: int) -> None:
+        self.op = op
+        self.label = label
+        self.lane = lane
+        self.nbytes = nbytes
+        self.start_s: float | None = None
+        self.end_s: float | None = None
+        self._lock = threading.Lock()
+        self._copy: Callable[[], None] | None = None
+        self._after: Work | None = None
+
+    def start(self, copy: Callable[[], None], after: Work | None) -> None:
+        """Once only."""
+        self._copy, self._after = copy, after
+        self.done()
+
+    def wait(self) -> None:
+        if self.end_s is not None:
+            return
+        if self._after is not None:
+            try:
+                self._after.wait()
+            except CommError as error:
+                text = f"{self.op} of {self.label!r} on lane {self.lane!r}: the collective that it follows failed: "
+                raise CommError(
+                    text + str(error),
+                    op=self.op,
+                    label=self.label,
+                    lane=self.lane,
+                    rank=error.rank,
+                    peer=error.peer,
+                ) from error
+        self._run()
+
+    def done(self) -> bool:
+        if self.end_s is None and (self._after is None or self._after.done()):
+            try:
+                self.wait()
+            except CommError:
+                return True
+        return self.end_s is not None
+
+    def _run(self) -> None:
+        with self._lock:
+            if self._copy is None:
+                return
+            self.start_s = time.perf_counter()
+            self._copy()
+            self.end_s = time.perf_counter()
+            # Let go of the tensors.
+            self._copy = self._after = None
+
+
+class LocalCommunicator(Communicator):
+    """One lane of a group of one. Made by ``create_communicators``. Takes the dtypes that Gloo's takes."""
+
+    def __init__(self, lane: str, ranks: tuple[int, ...]) -> None:
+        assert len(ranks) == 1, ranks
+        self.lane = lane
+        self.ranks = ranks
+        self.rank = 0
+
+    def all_gather(
+        self, output: paddle.Tensor, input: paddle.Tensor, *, label: str = "", after: Work | None = None
+    ) -> Work:
+        return self._start("all_gather", output, input, label=label, after=after)
+
+    def reduce_scatter(
+        self,
+        output: paddle.Tensor,
+        input: paddle.Tensor,
+        *,
+        label: str = "",
+        after: Work | None = None,
+        accumulate: bool = False,
+    ) -> Work:
+        return self._start("reduce_scatter", output, input, label=label, after=after, accumulate=accumulate)
+
+    def all_reduce(self, tensor: paddle.Tensor, *, label: str = "", after: Work | None = None) -> Work:
+        return self._start("all_reduce", tensor, tensor, label=label, after=after)
+
+    def broadcast(self, tensor: paddle.Tensor, *, src: int, label: str = "", after: Work | None = None) -> Work:
+        if src != 0:
+            raise ConfigError(f"broadcast from group rank {src}: a group of one has only rank 0")
+        return self._start("broadcast", tensor, tensor, label=label, after=after)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _start(
+        self,
+        op: str,
+        output: paddle.Tensor,
+        input: paddle.Tensor,
+        *,
+        label: str,
+        after: Work | None,
+        accumulate: bool = False,
+    ) -> Work:
+        element = _element(op, output)
+        if _element(op, input) is not element or input.shape != output.shape:
+            raise ConfigError(
+                f"lane {self.lane!r}: {op} over one rank needs two tensors of one dtype and length, not "
+                f"{output.shape[0]} of {output.dtype} and {input.shape[0]} of {input.dtype}"
+            )
+        nbytes = output.shape[0] * element.item_bytes
+        target, source = bytes_of(output, nbytes), bytes_of(input, nbytes)
+
+        def copy() -> None:
+            if accumulate:
+                adder = Adder(element)
+                partial = np.zeros(output.shape[0], adder.partial)
+                adder.add_to_partial(partial, adder.stored(source))
+                adder.store(adder.stored(target), partial, accumulate=True)
+            elif target.ctypes.data != source.ctypes.data:
+                np.copyto(target, source)
+
+        work = LocalWork(op, label, self.lane, nbytes)
+        work.start(copy, after)
+        return work
+
+
+def _element(op: str, tensor: paddle.Tensor) -> ElementType:
+    element = ELEMENT_TYPES.get(tensor.dtype)
+    if element is None or tensor.ndim != 1 or not tensor.is_contiguous() or not tensor.place.is_cpu_place():
+        raise ConfigError(
+            f"{op} takes contiguous, one-dimensional CPU tensors, not {tensor.dtype} of shape {tensor.shape} on "
+            f"{tensor.place}"
+        )
+    if op in ("reduce_scatter", "all_reduce") and element.partial is None:
+        raise ConfigError(f"{op} cannot add up {element.name}")
+    return element

@@ -1,0 +1,198 @@
+"""How ranks find each other without treading on other groups.
+
+Paddle gives every Gloo group the same store and keys that hold no more than the rank inside the group, so two groups
+made at about the same time read each other's addresses. Here each Gloo group gets a store of its own. Its address is
+published in the default store, under a key that no other group has.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import os
+import random
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import paddle
+from paddle.base import core
+
+from ..errors import CommError, ConfigError
+
+# The store's constructor aborts the process when its port is taken, so ports come from below the range out of which
+# the kernel serves outgoing connections: only another server can be there, and that the probe sees.
+_PORTS = range(15000, 32000)
+_POLL_S = 0.02
+# Paddle's own groups are numbered from zero.
+_FIRST_GROUP_ID = 10_000_000
+_GROUP_IDS_PER_RANK = 10_000
+_groups_opened = itertools.count()
+_rendezvous_counts: Counter[tuple[int, ...]] = Counter()
+_paddle_group_counts: Counter[str] = Counter()
+
+
+def default_store() -> Any:
+    """The store that ``init_parallel_env`` or ``fleet.init`` opened.
+
+    Raises:
+        ConfigError: neither has been called.
+    """
+    store = paddle.distributed.collective._default_store
+    if store is None:
+        raise ConfigError(
+            "communicators were asked for before the parallel environment was set up: "
+            "call fleet.init(is_collective=True) or paddle.distributed.init_parallel_env() first"
+        )
+    return store
+
+
+def host_address() -> str:
+    """The IPv4 address at which other ranks reach this process.
+
+    ``GLOO_SOCKET_IFNAME`` decides where it is set (as it does for Gloo itself), else this rank's own endpoint.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface:
+        request = struct.pack("256s", interface.encode()[:15])
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                # SIOCGIFADDR: the address is in bytes 20 to 24 of the answer.
+                return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])
+            except OSError as error:
+                raise ConfigError(
+                    f"GLOO_SOCKET_IFNAME={interface!r} names no interface with an IPv4 address: {error}"
+                ) from error
+    endpoint = os.environ.get("PADDLE_CURRENT_ENDPOINT", "")
+    return endpoint.rpartition(":")[0] or "127.0.0.1"
+
+
+def free_port() -> int:
+    """A TCP port on which nobody listens right now."""
+    for port in random.SystemRandom().sample(_PORTS, 200):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise CommError(f"no free TCP port found between {_PORTS.start} and {_PORTS.stop}")
+
+
+class Meeting(NamedTuple):
+    """Where the two members of an edge meet, and the number of their Gloo group."""
+
+    host: str
+    port: int
+    group_id: int
+
+
+def open_meeting(me: int, timeout_s: float) -> tuple[Any, Meeting]:
+    """Opens a store for one Gloo group and says where it is. Returns at once, before anybody has connected."""
+    meeting = Meeting(host_address(), free_port(), _new_group_id(me))
+    # With a world size of one the master does not block until the other member has come.
+    return core.TCPStore("127.0.0.1", meeting.port, True, 1, _whole_seconds(timeout_s)), meeting
+
+
+def join_meeting(meeting: Meeting, timeout_s: float) -> Any:
+    """Connects to a store that another rank has opened before (a try that is refused costs 3 s)."""
+    return core.TCPStore(meeting.host, meeting.port, False, 1, _whole_seconds(timeout_s))
+
+
+def make_group(store: Any, meeting: Meeting, rank: int) -> Any:
+    """Makes a Gloo process group of two over a store that no other group uses. Returns when both have come."""
+    return core.ProcessGroupGloo.create(store, rank, 2, meeting.group_id)
+
+
+def _new_group_id(me: int) -> int:
+    """A number that is new in every process. Paddle makes it part of its keys, so the members must use the same."""
+    return _FIRST_GROUP_ID + me * _GROUP_IDS_PER_RANK + next(_groups_opened) % _GROUP_IDS_PER_RANK
+
+
+def exchange(mine: dict[str, Any], *, ranks: tuple[int, ...], me: int, timeout_s: float) -> dict[int, dict[str, Any]]:
+    """Hands every rank's ``mine`` to all ranks. Collective over ``ranks``; call it from the main thread only.
+
+    Args:
+        mine: anything JSON can say.
+        ranks: global ranks; all members pass the same tuple.
+        me: this process's global rank.
+        timeout_s: how long to wait for the last one.
+
+    Raises:
+        CommError: somebody has not come in time; says who.
+    """
+    store = default_store()
+    round_number = _rendezvous_counts[ranks]
+    _rendezvous_counts[ranks] += 1
+    prefix = f"hp_sharding/meet/{'-'.join(map(str, ranks))}/{round_number}"
+    store.set(f"{prefix}/{me}", json.dumps(mine))
+    store.add(f"{prefix}/come/{me}", 1)
+    deadline_s = time.monotonic() + timeout_s
+    # `get` would block for the store's own 15 minutes, so ask for the counter beside each value first.
+    missing = [peer for peer in ranks if peer != me]
+    while missing:
+        missing = [peer for peer in missing if store.add(f"{prefix}/come/{peer}", 0) == 0]
+        if missing and time.monotonic() > deadline_s:
+            raise CommError(
+                f"rank {me} waited {timeout_s:g} s for ranks {missing} to create communicators over {list(ranks)}; "
+                "every rank of the group must do so, in the same order",
+                op="create_communicators",
+                rank=me,
+                peer=missing[0],
+            )
+        if missing:
+            time.sleep(_POLL_S)
+    return {peer: json.loads(store.get(f"{prefix}/{peer}")) for peer in ranks}
+
+
+@contextmanager
+def collision_free_groups() -> Iterator[None]:
+    """While active, Gloo groups that Paddle itself makes (``fleet.init``, ``new_group``) cannot collide.
+
+    As Paddle asks, every rank must make the same groups in the same order, members or not.
+    """
+    collective = paddle.distributed.collective
+    parallel = paddle.distributed.parallel
+    original = collective._new_process_group_impl
+    replacement = _apart(original)
+    # `parallel` has imported the function by name.
+    for module in (collective, parallel):
+        module._new_process_group_impl = replacement
+    try:
+        yield
+    finally:
+        for module in (collective, parallel):
+            module._new_process_group_impl = original
+
+
+def _apart(original: Callable[..., Any]) -> Callable[..., Any]:
+    def new_process_group(
+        backend: str, store: Any, rank: int, world_size: int, group_name: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        if backend == "gloo" and world_size > 1:
+            store = _store_of_its_own(store, rank, group_name)
+        return original(backend, store, rank, world_size, group_name, *args, **kwargs)
+
+    return new_process_group
+
+
+def _store_of_its_own(store: Any, rank: int, group_name: str) -> Any:
+    timeout_s = float(os.environ.get("FLAGS_stop_check_timeout", "900"))
+    key = f"hp_sharding/group/{group_name}/{_paddle_group_counts[group_name]}"
+    _paddle_group_counts[group_name] += 1
+    if rank == 0:
+        port = free_port()
+        own = core.TCPStore("127.0.0.1", port, True, 1, _whole_seconds(timeout_s))
+        store.set(key, json.dumps([host_address(), port]))
+        return own
+    host, port = json.loads(store.get(key))
+    return core.TCPStore(host, port, False, 1, _whole_seconds(timeout_s))
+
+
+def _whole_seconds(timeout_s: float) -> int:
+    return max(1, round(timeout_s))

@@ -1,0 +1,259 @@
+"""``ShardingConfig``: every knob of hp_sharding in one frozen, validated place.
+
+With fleet the keys go into the strategy, without it into the constructor; names and meanings are the same::
+
+    strategy.hp_sharding_configs = {"stage": 2, "allgather_overlap": True}
+
+    config = ShardingConfig(stage=2, allgather_overlap=True)
+
+A value that cannot work raises ``ConfigError`` here, at once and on every rank alike, so that no collective has
+started. A value that is planned but not built raises it too: no setting is ever silently ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import logging
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from hp_sharding.errors import ConfigError
+
+_LOGGER = logging.getLogger("hp_sharding")
+_BYTES_PER_MB = 1024 * 1024
+
+# Where a user who knows another table of settings is likely to have meant something else than the nearest spelling.
+_KEYS_OF_OTHER_TABLES = {
+    "comm_overlap": "here it is two flags, 'reduce_overlap' and 'allgather_overlap'",
+    **{
+        f"{axis}_degree": "degrees belong in strategy.hybrid_configs"
+        for axis in ("dp", "mp", "pp", "sep", "cp", "sharding")
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardingConfig:
+    """How a model is sharded and how its communication is hidden.
+
+    numpy integers, floats and bools are accepted and kept as Python's own; a bool is never taken for a number.
+
+    Attributes:
+        stage: what is sharded: 1 the optimizer state, 2 the gradients too. 3, the parameters too, is not supported yet.
+        allgather_overlap: gather parameters bucket by bucket under the next forward instead of inside ``step()``.
+        reduce_overlap: reduce gradients as buckets fill during backward instead of after it.
+        comm_fusion: one gather and one reduce-scatter per bucket; False: one per parameter.
+        comm_buffer_size_MB: bucket size in units of 1024 * 1024 bytes, fractions allowed. A larger unit is split into
+            buckets of about this size, small whole units are merged up to it.
+        replicate_buffer_size_MB: adjacent reduced buckets that share one replicate all-reduce, in the same units. It
+            has no effect while there is one replica.
+        prefetch_depth: units gathered ahead of use where memory must be kept low, that is with ``reshard_after_step``;
+            None = 1, 0 = none. Otherwise every gather is queued at once and it has no effect (a warning says so).
+        reshard_after_step: free the gathered parameters at the end of ``step()``; None = only in stage 3. The gather
+            then happens in the next forward: ahead of use with ``allgather_overlap``, at first use without.
+        units: layers that are gathered together: ``"auto"`` = each item of a LayerList/Sequential of parameterised
+            layers, or a list of Layer classes.
+        param_dtype: dtype the layers compute with. Only None, as they are, is supported yet.
+        gather_dtype: dtype that travels in the gather. Only None, ``param_dtype``, is supported yet.
+        reduce_dtype: dtype that travels in the reduction. Only None, that of the gradient, is supported yet.
+        main_grad: accumulate gradients in float32. Only False is supported yet.
+        gradient_scale: ``"mean"`` over all data ranks, ``"sum"``, or a positive divisor of the sum.
+        timeout_s: a collective that outlasts it fails with a report, never a silent hang.
+        timeline: record spans of compute and communication.
+
+    Raises:
+        ConfigError: a value has the wrong type, is out of range, or is not supported yet.
+    """
+
+    stage: int = 2
+    allgather_overlap: bool = False
+    reduce_overlap: bool = False
+    comm_fusion: bool = True
+    comm_buffer_size_MB: float = 25
+    replicate_buffer_size_MB: float = 25
+    prefetch_depth: int | None = None
+    reshard_after_step: bool | None = None
+    units: Literal["auto"] | tuple[type, ...] = "auto"
+    param_dtype: Any = None
+    gather_dtype: Any = None
+    reduce_dtype: Any = None
+    main_grad: bool = False
+    gradient_scale: Literal["mean", "sum"] | float = "mean"
+    timeout_s: float = 300.0
+    timeline: bool = False
+
+    def __post_init__(self) -> None:
+        for key in ("allgather_overlap", "reduce_overlap", "comm_fusion", "main_grad", "timeline"):
+            self._keep(key, _as_bool(key, getattr(self, key)))
+        if self.reshard_after_step is not None:
+            self._keep("reshard_after_step", _as_bool("reshard_after_step", self.reshard_after_step, "or None"))
+        for key in ("comm_buffer_size_MB", "replicate_buffer_size_MB"):
+            self._keep(key, _as_size_mb(key, getattr(self, key)))
+        self._keep("stage", _as_stage(self.stage))
+        self._keep("prefetch_depth", _as_prefetch_depth(self.prefetch_depth))
+        self._keep("units", _as_units(self.units))
+        self._keep("gradient_scale", _as_gradient_scale(self.gradient_scale))
+        self._keep("timeout_s", float(_as_positive("timeout_s", self.timeout_s, "a positive number of seconds")))
+        self._refuse_mixed_precision()
+        if self.prefetch_depth is not None and not self.reshards_after_step:
+            _warn_prefetch_depth_unused()
+
+    def _keep(self, key: str, value: Any) -> None:
+        object.__setattr__(self, key, value)
+
+    def _refuse_mixed_precision(self) -> None:
+        for key in ("param_dtype", "gather_dtype", "reduce_dtype"):
+            value = getattr(self, key)
+            if value is not None:
+                raise ConfigError(
+                    f"{key}={value!r}: mixed precision is not supported yet; leave it None, and the parameters and "
+                    f"gradients are computed and sent in the dtype that the model has"
+                )
+        if self.main_grad:
+            raise ConfigError(
+                "main_grad=True is not supported yet; leave it False and keep the model in float32, whose gradients "
+                "are accumulated in float32"
+            )
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any]) -> ShardingConfig:
+        """The configuration that ``mapping`` describes; keys that it lacks have their defaults.
+
+        Raises:
+            ConfigError: not a mapping, an unknown key (the message names the nearest known one), or a bad value.
+        """
+        if not isinstance(mapping, Mapping):
+            raise ConfigError(
+                f"hp_sharding_configs: expected a dict such as {{'stage': 2}}, got {type(mapping).__name__}"
+            )
+        known = {field.name for field in dataclasses.fields(cls)}
+        for key in mapping:
+            if key not in known:
+                raise ConfigError(_unknown_key_message(key, known))
+        return cls(**mapping)
+
+    @property
+    def comm_buffer_bytes(self) -> int:
+        """Bucket size in bytes, at least 1."""
+        return max(1, int(self.comm_buffer_size_MB * _BYTES_PER_MB))
+
+    @property
+    def replicate_buffer_bytes(self) -> int:
+        """Size of one fused replicate all-reduce in bytes, at least 1."""
+        return max(1, int(self.replicate_buffer_size_MB * _BYTES_PER_MB))
+
+    @property
+    def reshards_after_step(self) -> bool:
+        """True if ``step()`` ends with the gathered parameters freed."""
+        return self.stage == 3 if self.reshard_after_step is None else self.reshard_after_step
+
+    @property
+    def units_ahead(self) -> int | None:
+        """Units whose gather may be under way ahead of use; None where all are queued at once."""
+        if not self.allgather_overlap:
+            return 0
+        if not self.reshards_after_step:
+            return None
+        return 1 if self.prefetch_depth is None else self.prefetch_depth
+
+    def gradient_divisor(self, data_nranks: int) -> float:
+        """What the sum of the gradients over ``data_nranks`` ranks (shard times replicate) is divided by, once."""
+        if self.gradient_scale == "mean":
+            return float(data_nranks)
+        return 1.0 if self.gradient_scale == "sum" else float(self.gradient_scale)
+
+
+def _unknown_key_message(key: object, known: set[str]) -> str:
+    message = f"hp_sharding_configs: unknown key {key!r}"
+    if isinstance(key, str):
+        if key in _KEYS_OF_OTHER_TABLES:
+            return f"{message}; {_KEYS_OF_OTHER_TABLES[key]}"
+        # Settings are often typed in another case (comm_buffer_size_mb), which difflib counts as another letter.
+        by_lower = {name.lower(): name for name in sorted(known)}
+        nearest = difflib.get_close_matches(key.lower(), list(by_lower), n=1, cutoff=0.5)
+        if nearest:
+            return f"{message}; did you mean {by_lower[nearest[0]]!r}?"
+    return f"{message}; known keys: {', '.join(sorted(known))}"
+
+
+def _bad_value(key: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(f"{key}={value!r} ({type(value).__name__}): expected {expected}")
+
+
+def _as_bool(key: str, value: object, alternative: str = "") -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise _bad_value(key, value, f"True or False {alternative}".strip())
+    return bool(value)
+
+
+def _as_number(key: str, value: object, expected: str) -> int | float:
+    """``value`` as a Python number; np.bool_ is no numbers.Real, and bool, which is one, must not pass for 0 or 1."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise _bad_value(key, value, expected)
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def _as_positive(key: str, value: object, expected: str) -> int | float:
+    number = _as_number(key, value, expected)
+    if not (math.isfinite(number) and number > 0):
+        raise _bad_value(key, value, expected)
+    return number
+
+
+def _as_size_mb(key: str, value: object) -> int | float:
+    return _as_positive(key, value, "a positive size in MB")
+
+
+def _as_stage(value: object) -> int:
+    expected = "1 or 2"
+    if _as_number("stage", value, expected) not in (1, 2, 3) or not isinstance(value, numbers.Integral):
+        raise _bad_value("stage", value, expected)
+    if value == 3:
+        raise ConfigError(
+            "stage=3: sharding the parameters is not supported yet; use stage=2, with reshard_after_step=True if the "
+            "memory between step() and the next forward matters"
+        )
+    return int(value)
+
+
+def _as_prefetch_depth(value: object) -> int | None:
+    if value is None:
+        return None
+    expected = "a number of units, 0 or more, or None"
+    if not isinstance(value, numbers.Integral) or _as_number("prefetch_depth", value, expected) < 0:
+        raise _bad_value("prefetch_depth", value, expected)
+    return int(value)
+
+
+def _as_units(value: object) -> Literal["auto"] | tuple[type, ...]:
+    expected = "'auto' or a list of Layer classes"
+    if isinstance(value, str):
+        if value != "auto":
+            raise _bad_value("units", value, expected)
+        return "auto"
+    if not isinstance(value, (list, tuple)) or not value:
+        raise _bad_value("units", value, expected)
+    for item in value:
+        # A duck-typed check, so that this module stays free of Paddle: only Layer classes have this method.
+        if not (isinstance(item, type) and hasattr(item, "register_forward_pre_hook")):
+            raise _bad_value("units", value, f"{expected}; {item!r} is not a Layer class")
+    return tuple(value)
+
+
+def _as_gradient_scale(value: object) -> Literal["mean", "sum"] | float:
+    if isinstance(value, str) and value in ("mean", "sum"):
+        return "mean" if value == "mean" else "sum"
+    return float(_as_positive("gradient_scale", value, "'mean', 'sum' or a positive divisor"))
+
+
+@functools.cache
+def _warn_prefetch_depth_unused() -> None:
+    _LOGGER.warning(
+        "prefetch_depth has no effect without reshard_after_step: stages 1 and 2 queue every gather at once"
+    )

@@ -1,0 +1,54 @@
+"""What the ranks of a shard group tell each other once a backward: small facts that no rank may decide alone.
+
+Which parameters got a gradient anywhere, which buckets need one more reduction, and whether rank 0 has learned a better
+order. They travel as counts in one small all-reduce, started at the end of backward and read in ``step()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import paddle
+
+from .comm import Communicator, Work
+
+
+class Facts(NamedTuple):
+    """One rank's facts, or, once agreed, those that hold on any rank.
+
+    Attributes:
+        new_order: rank 0 wants to publish an order of buckets.
+        failed: the backward raised, so that the sums are not what they should be.
+        repeats: for each bucket, whether a gradient came in after its reduction was launched.
+        used: for each parameter, whether it got a gradient.
+    """
+
+    new_order: bool
+    failed: bool
+    repeats: list[bool]
+    used: list[bool]
+
+
+class Agreement:
+    """One all-reduce of ``Facts`` under way over the ranks of ``comm``."""
+
+    def __init__(self, facts: Facts, comm: Communicator, *, label: str) -> None:
+        counts = np.array([facts.new_order, facts.failed, *facts.repeats, *facts.used], dtype=np.int32)
+        self._counts = paddle.to_tensor(counts)
+        self._n_buckets = len(facts.repeats)
+        self.work: Work = comm.all_reduce(self._counts, label=label)
+
+    def result(self) -> Facts:
+        """The facts that hold on any rank. Call only after ``work.wait()``."""
+        agreed = (self._counts.numpy() > 0).tolist()
+        split = 2 + self._n_buckets
+        return Facts(agreed[0], agreed[1], agreed[2:split], agreed[split:])
+
+
+def publish(orders: Sequence[Sequence[int]], comm: Communicator) -> list[list[int]]:
+    """Rank 0's ``orders`` (each a permutation of the same length everywhere) on every rank. Blocks."""
+    table = paddle.to_tensor(np.array(orders, dtype=np.int32).reshape(-1))
+    comm.broadcast(table, src=0, label="bucket order").wait()
+    return [list(map(int, order)) for order in table.numpy().reshape(len(orders), -1)]

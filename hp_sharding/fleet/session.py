@@ -1,0 +1,251 @@
+"""``Session``: what has been initialized and wrapped so far, and in which order things may be called."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import paddle
+import paddle.distributed.fleet as paddle_fleet
+import paddle.distributed.fleet.base.topology as paddle_topology
+from paddle.distributed.fleet import DistributedStrategy as PaddleStrategy
+from paddle.distributed.fleet.base.role_maker import RoleMakerBase
+
+from hp_sharding.broadcast import broadcast_state, check_state_exists
+from hp_sharding.config import ShardingConfig
+from hp_sharding.errors import ConfigError
+from hp_sharding.fleet.strategy import Degrees, resolve_degrees, sharding_config, with_degrees
+
+if TYPE_CHECKING:
+    from hp_sharding.optimizer import ShardedOptimizer
+
+_LOGGER = logging.getLogger("hp_sharding")
+
+
+class _Settings(NamedTuple):
+    """What the last ``init`` settled."""
+
+    strategy: PaddleStrategy
+    config: ShardingConfig
+    degrees: Degrees
+    world: int
+
+
+class Session:
+    """The state behind the functions of ``hp_sharding.fleet``; a process has one, a test may make its own.
+
+    Models and optimizers are held weakly: wrapping keeps nothing alive.
+    """
+
+    def __init__(self) -> None:
+        self._settings: _Settings | None = None
+        self._models: list[weakref.ref[paddle.nn.Layer]] = []
+        self._optimizers: list[weakref.ref[Any]] = []
+
+    def init(
+        self,
+        role_maker: Any = None,
+        is_collective: bool = True,
+        strategy: PaddleStrategy | None = None,
+        log_level: int | str = "INFO",
+    ) -> paddle_fleet.Fleet:
+        """See ``hp_sharding.fleet.init``."""
+        _check_collective(role_maker, is_collective)
+        world = paddle.distributed.get_world_size()
+        config = sharding_config(strategy)
+        degrees = resolve_degrees(strategy, world)
+        _check_backend(world)
+        strategy = with_degrees(strategy, degrees)
+        _init_paddle(role_maker, strategy, degrees, log_level)
+        self._settings = _Settings(strategy, config, degrees, world)
+        if paddle.distributed.get_rank() == 0:
+            _LOGGER.info("%s", _summary(self._settings))
+        return paddle_fleet.fleet
+
+    def distributed_model(self, model: paddle.nn.Layer) -> paddle.nn.Layer:
+        """See ``hp_sharding.fleet.distributed_model``."""
+        settings = self._require_init("distributed_model")
+        self._check_new_model(model)
+        check_state_exists(model)
+        if settings.world > 1:
+            _broadcast(model, settings)
+        self._models.append(weakref.ref(model))
+        return model
+
+    def distributed_optimizer(self, optimizer: Any, strategy: PaddleStrategy | None = None) -> ShardedOptimizer:
+        """See ``hp_sharding.fleet.distributed_optimizer``."""
+        settings = self._require_init("distributed_optimizer")
+        config = settings.config if strategy is None else _other_config(strategy, settings)
+        self._check_new_optimizer(optimizer)
+        model = self._model_of(optimizer, config)
+        from hp_sharding.sharding import shard
+
+        sharded = shard(
+            model, optimizer, config=config, shard_group=list(range(settings.degrees.sharding)), replicate_group=None
+        )
+        if strategy is not None:
+            # Paddle's scaler and layers read it there, as they do after Paddle's own distributed_optimizer.
+            paddle_fleet.fleet._user_defined_strategy = with_degrees(strategy, settings.degrees)
+        self._optimizers += [weakref.ref(optimizer), weakref.ref(sharded)]
+        return sharded
+
+    def distributed_scaler(self, scaler: Any) -> Any:
+        """See ``hp_sharding.fleet.distributed_scaler``."""
+        self._require_init("distributed_scaler")
+        if scaler.is_enable():
+            raise ConfigError(
+                "distributed_scaler: loss scaling of sharded gradients is not supported yet; use bfloat16 or float32, "
+                "which need none, or GradScaler(enable=False)"
+            )
+        return scaler
+
+    def _require_init(self, call: str) -> _Settings:
+        if self._settings is None:
+            raise ConfigError(f"fleet.{call} was called before fleet.init(is_collective=True, strategy=strategy)")
+        return self._settings
+
+    def _live_models(self) -> list[paddle.nn.Layer]:
+        models = [ref() for ref in self._models]
+        self._models = [ref for ref, model in zip(self._models, models, strict=True) if model is not None]
+        return [model for model in models if model is not None]
+
+    def _check_new_model(self, model: paddle.nn.Layer) -> None:
+        if not isinstance(model, paddle.nn.Layer):
+            raise ConfigError(f"fleet.distributed_model: expected a paddle.nn.Layer, got {type(model).__name__}")
+        for layer in model.sublayers(include_self=True):
+            if isinstance(layer, paddle.DataParallel):
+                raise ConfigError(
+                    "fleet.distributed_model: the model is or holds a paddle.DataParallel, which would reduce the "
+                    "gradients a second time; hand in the layer inside it"
+                )
+        wrapped = self._live_models()
+        if any(model is other for other in wrapped):
+            raise ConfigError("fleet.distributed_model: this model has been wrapped before; call it once per model")
+        trainable = {id(p): name for name, p in model.named_parameters() if not p.stop_gradient}
+        for other in wrapped:
+            shared = next((trainable[id(p)] for p in other.parameters() if id(p) in trainable), None)
+            if shared is not None:
+                raise ConfigError(
+                    f"fleet.distributed_model: parameter {shared!r} also belongs to a {type(other).__name__} that has "
+                    f"been wrapped before; wrap one layer that holds both"
+                )
+
+    def _check_new_optimizer(self, optimizer: Any) -> None:
+        self._optimizers = [ref for ref in self._optimizers if ref() is not None]
+        if any(optimizer is ref() for ref in self._optimizers):
+            raise ConfigError("fleet.distributed_optimizer: this optimizer has been wrapped before; call it once")
+        if not isinstance(optimizer, paddle.optimizer.Optimizer):
+            raise ConfigError(
+                f"fleet.distributed_optimizer: expected a paddle.optimizer.Optimizer, got {type(optimizer).__name__}"
+            )
+
+    def _model_of(self, optimizer: paddle.optimizer.Optimizer, config: ShardingConfig) -> paddle.nn.Layer:
+        """The wrapped model that owns the optimizer's parameters; whether it owns all of them is for ``shard``."""
+        models = self._live_models()
+        if not models:
+            overlap = [key for key in ("allgather_overlap", "reduce_overlap") if getattr(config, key)]
+            reason = f" ({' and '.join(overlap)} hook into its layers)" if overlap else ""
+            raise ConfigError(
+                f"fleet.distributed_optimizer needs the model{reason}: call model = fleet.distributed_model(model) "
+                f"first, and keep the model"
+            )
+        wanted = {id(p) for p in _parameters(optimizer)}
+        owners = [model for model in models if any(id(p) in wanted for p in model.parameters())]
+        if len(owners) != 1:
+            found = "none of its parameters" if not owners else f"parameters of {len(owners)} wrapped models"
+            raise ConfigError(
+                f"fleet.distributed_optimizer: the optimizer has {found}; it must have those of one model that was "
+                f"passed to fleet.distributed_model, and each model needs an optimizer of its own"
+            )
+        return owners[0]
+
+
+def _check_collective(role_maker: Any, is_collective: bool) -> None:
+    if not paddle.in_dynamic_mode():
+        raise ConfigError("fleet.init: only dynamic graphs are supported; call paddle.disable_static() first")
+    if role_maker is not None and not isinstance(role_maker, RoleMakerBase):
+        raise ConfigError(
+            f"fleet.init: role_maker is a {type(role_maker).__name__}, expected one of Paddle's role makers or None; "
+            f"strategy and is_collective are given by keyword"
+        )
+    if not (is_collective if role_maker is None else role_maker._is_collective):
+        raise ConfigError(
+            "fleet.init: parameter-server mode (is_collective=False) is not supported; use is_collective=True, or "
+            "paddle.distributed.fleet itself"
+        )
+
+
+def _check_backend(world: int) -> None:
+    """On CPU Paddle falls back to an older way of starting Gloo, whose groups nothing else here can use."""
+    only_cpu = not (
+        paddle.is_compiled_with_cuda() or paddle.is_compiled_with_xpu() or paddle.device.get_all_custom_device_type()
+    )
+    backend = os.environ.get("PADDLE_DISTRI_BACKEND", "auto")
+    if world > 1 and only_cpu and backend != "gloo":
+        raise ConfigError(
+            f"fleet.init: PADDLE_DISTRI_BACKEND is {backend!r}, but on CPU it must be 'gloo'; start with "
+            f"python -m paddle.distributed.launch --backend gloo, or set the variable before fleet.init"
+        )
+
+
+def _init_paddle(role_maker: Any, strategy: PaddleStrategy, degrees: Degrees, log_level: int | str) -> None:
+    """Paddle's ``fleet.init``, in one process and a second time too, with groups that cannot collide."""
+    from hp_sharding.comm import collision_free_groups
+
+    groups = paddle_topology._HYBRID_PARALLEL_GROUP
+    if groups is not None and _degrees_of(groups) != degrees:
+        # Paddle keeps the first groups whatever is asked for later, and its samplers would then split the data by them.
+        paddle_topology._HYBRID_PARALLEL_GROUP = None
+    with collision_free_groups(), _without_single_process_warnings():
+        paddle_fleet.init(role_maker=role_maker, is_collective=True, strategy=strategy, log_level=log_level)
+
+
+def _degrees_of(groups: Any) -> Degrees:
+    return Degrees(dp=groups.get_data_parallel_world_size(), sharding=groups.get_sharding_parallel_world_size())
+
+
+@contextlib.contextmanager
+def _without_single_process_warnings() -> Iterator[None]:
+    """Plain training in one process is a normal case here; Paddle warns that it does nothing, and about its groups."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Currently not a parallel execution environment")
+        warnings.filterwarnings("ignore", message="Current global rank .* is not in group")
+        yield
+
+
+def _other_config(strategy: PaddleStrategy, settings: _Settings) -> ShardingConfig:
+    config = sharding_config(strategy)
+    degrees = resolve_degrees(strategy, settings.world)
+    if degrees != settings.degrees:
+        raise ConfigError(
+            f"fleet.distributed_optimizer: its strategy asks for {degrees}, but fleet.init made {settings.degrees}"
+        )
+    return config
+
+
+def _broadcast(model: paddle.nn.Layer, settings: _Settings) -> None:
+    from hp_sharding.comm import create_communicators
+
+    lanes = create_communicators(
+        tuple(range(settings.world)), lanes=("broadcast",), timeout_s=settings.config.timeout_s
+    )
+    try:
+        broadcast_state(model, lanes["broadcast"])
+    finally:
+        lanes["broadcast"].close()
+
+
+def _parameters(optimizer: paddle.optimizer.Optimizer) -> Iterator[paddle.Tensor]:
+    for entry in optimizer._parameter_list or []:
+        yield from entry["params"] if isinstance(entry, dict) else [entry]
+
+
+def _summary(settings: _Settings) -> str:
+    config, degrees = settings.config, settings.degrees
+    flags = ", ".join(f"{key}={getattr(config, key)}" for key in ("stage", "allgather_overlap", "reduce_overlap"))
+    return f"sharding over {degrees.sharding} of {settings.world} ranks: {flags}"

@@ -1,0 +1,141 @@
+"""Guards on parameters: whoever reads or writes a value right after ``step()`` sees the newest one, or an error.
+
+The forward's hooks are the schedule; these are what keeps everyone else right. A parameter's class becomes
+``GuardedParameter``, whose value-reading methods first make the value valid, and a layer's ``_parameters`` becomes
+``GuardedParameters``, which does the same when a forward looks a parameter up. DeepSpeed guards the mapping likewise.
+Neither ever starts a collective on its own outside a forward: a value that is freed there raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import paddle
+from paddle import nn
+from paddle.base.framework import EagerParamBase
+
+
+class ValueKeeper(Protocol):
+    """Makes parameters valid; the schedule of one wrapped model."""
+
+    def make_readable(self, param: EagerParamBase) -> None:
+        """Returns once the value is valid. Raises StateError where it is freed."""
+
+    def note_write(self, param: EagerParamBase) -> None:
+        """Told after a write to the value."""
+
+    def look_up(self, param: EagerParamBase) -> None:
+        """Told that a layer looked the parameter up; makes it valid inside a forward."""
+
+
+class _Guard:
+    """Weak link from a parameter to its keeper. A deep copy of the parameter gets a link that leads nowhere."""
+
+    def __init__(self, keeper: ValueKeeper | None) -> None:
+        self.keeper: Callable[[], ValueKeeper | None] = weakref.ref(keeper) if keeper is not None else lambda: None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Guard:
+        return _Guard(None)
+
+    def __reduce__(self) -> tuple[type[_Guard], tuple[None]]:
+        return _Guard, (None,)
+
+
+class GuardedParameter(EagerParamBase):
+    """A parameter whose value methods wait for a gather under way. Metadata never waits and never raises.
+
+    Its methods are those of ``paddle.Tensor``; they are filled in below.
+    """
+
+
+_WRITES = frozenset(("set_value", "copy_", "zero_", "fill_", "__setitem__", "_clear", "get_tensor", "value"))
+_METADATA = frozenset(
+    (
+        "clear_grad", "clear_gradient", "dim", "element_size", "gradient", "is_dense", "is_dist",
+        "is_floating_point", "is_integer", "is_complex", "is_leaf", "is_same_shape", "is_selected_rows", "is_sparse",
+        "is_sparse_coo", "is_sparse_csr", "is_tensor", "is_contiguous", "is_tensor", "ndimension", "nelement", "rank",
+        "register_hook", "retain_grads", "size", "get_strides", "strides", "stride", "get_shape", "data_ptr",
+        "offset", "requires_grad_", "backward", "apply_", "num_shard", "get_map_tensor", "get_selected_rows",
+    )
+)  # fmt: skip
+_VALUE_DUNDERS = (
+    "__array__ __dlpack__ __getitem__ __setitem__ __iter__ __float__ __int__ __long__ __index__ __bool__ __nonzero__ "
+    "__complex__ __deepcopy__ __reduce__ __reduce_ex__ __str__ __repr__ __format__ __contains__ __add__ __radd__ "
+    "__iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__ __div__ "
+    "__rdiv__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __matmul__ __rmatmul__ __neg__ __abs__ "
+    "__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__ __rand__ __ror__ __rxor__ "
+    "__lshift__ __rshift__ __pos__"
+).split()
+
+
+def _guarded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    writes = name in _WRITES or (name.endswith("_") and not name.startswith("_")) or name.startswith("__i")
+
+    @functools.wraps(method)
+    def guarded(self: EagerParamBase, *args: Any, **kwargs: Any) -> Any:
+        guard = self.__dict__.get("_hp_guard")
+        keeper = guard.keeper() if guard is not None else None
+        if keeper is None:
+            return method(self, *args, **kwargs)
+        keeper.make_readable(self)
+        result = method(self, *args, **kwargs)
+        if writes:
+            keeper.note_write(self)
+        return result
+
+    return guarded
+
+
+def _fill_in() -> None:
+    for name in dir(EagerParamBase):
+        method = getattr(EagerParamBase, name, None)
+        public = not name.startswith("_") and name not in _METADATA
+        if callable(method) and not isinstance(method, type) and (public or name in _VALUE_DUNDERS):
+            setattr(GuardedParameter, name, _guarded(name, method))
+    for name in ("T", "mT", "data"):
+        view = getattr(EagerParamBase, name)
+        setattr(GuardedParameter, name, property(_guarded(name, view.__get__), view.__set__))
+    GuardedParameter.__hash__ = EagerParamBase.__hash__  # type: ignore[method-assign]  # __eq__ would take it away
+
+
+_fill_in()
+
+
+class GuardedParameters(OrderedDict[str, Any]):
+    """A layer's ``_parameters`` that tells the keeper of every look-up. Copies and pickles are plain OrderedDicts."""
+
+    def __init__(self, entries: OrderedDict[str, Any], keeper: ValueKeeper) -> None:
+        super().__init__(entries)
+        self._keeper = weakref.ref(keeper)
+
+    def __getitem__(self, name: str) -> Any:
+        param = super().__getitem__(name)
+        keeper = self._keeper()
+        if keeper is not None and param is not None:
+            keeper.look_up(param)
+        return param
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (list(self.items()),)
+
+    def copy(self) -> OrderedDict[str, Any]:  # type: ignore[override]
+        return OrderedDict(self.items())
+
+
+def guard_params(params: list[EagerParamBase], keeper: ValueKeeper) -> None:
+    """Turns each of ``params`` into a GuardedParameter; the objects stay the same. Own subclasses stay unguarded."""
+    for param in params:
+        if type(param) is EagerParamBase:
+            param.__class__ = GuardedParameter
+        param.__dict__["_hp_guard"] = _Guard(keeper)
+
+
+def guard_layers(model: nn.Layer, keeper: ValueKeeper) -> None:
+    """Guards ``_parameters`` of every layer of ``model``."""
+    for layer in model.sublayers(include_self=True):
+        if layer._parameters:
+            layer.__dict__["_parameters"] = GuardedParameters(layer._parameters, keeper)

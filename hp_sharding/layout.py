@@ -1,0 +1,265 @@
+"""Where every parameter lies: parameters -> units -> buckets -> padded shards. Arithmetic only, no Paddle.
+
+A bucket is one flat run of elements of one dtype. Inside it every parameter starts at a 512-byte-aligned offset, and
+only the *end* is padded, to a multiple of ``nranks * 512`` bytes, so that it splits into ``nranks`` equal, aligned
+shards. A parameter is never split between buckets; it may well be split between shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+ALIGNMENT_BYTES = 512
+"""Start of every parameter in its bucket and of every bucket's shard in the arena (as cuBLAS and HCCL like it)."""
+
+LEAD_FRACTION = 4
+"""Merged buckets grow from 1/4 of the buffer size by doubling, in the forward's order, until they reach it. The gather
+of the first ones is what a step waits for and their reduction comes last: only their shortness hides them."""
+
+
+class ParamSpec(NamedTuple):
+    """What the layout needs to know of one parameter.
+
+    Attributes:
+        name: structured name, as in ``model.state_dict()``.
+        numel: elements, at least 1.
+        dtype: name of the dtype, such as ``"float32"``.
+        itemsize: bytes of one element.
+        unit: index of its unit, in the order in which the model holds the units.
+        frozen: True where it takes no gradient when wrapped; such parameters get buckets of their own.
+    """
+
+    name: str
+    numel: int
+    dtype: str
+    itemsize: int
+    unit: int
+    frozen: bool
+
+
+class Slot(NamedTuple):
+    """One parameter's place in its bucket: ``param`` indexes the list given to ``plan_buckets``."""
+
+    param: int
+    offset_numel: int
+    numel: int
+
+    @property
+    def end_numel(self) -> int:
+        return self.offset_numel + self.numel
+
+
+class Piece(NamedTuple):
+    """The part of one slot that lies in one rank's shard, in elements."""
+
+    slot: int
+    shard_offset_numel: int
+    param_offset_numel: int
+    numel: int
+
+
+class BucketLayout(NamedTuple):
+    """One bucket: its dtype, its slots in order, its padded size.
+
+    Attributes:
+        index: place in registration order, which is the first guess of the forward's order.
+        name: for people: the unit it belongs to, or the first and last one.
+        units: indices of the units whose parameters it holds.
+        numel: elements with padding, a multiple of ``nranks``.
+        nranks: shards it splits into.
+    """
+
+    index: int
+    name: str
+    dtype: str
+    itemsize: int
+    frozen: bool
+    units: tuple[int, ...]
+    slots: tuple[Slot, ...]
+    numel: int
+    nranks: int
+
+    @property
+    def shard_numel(self) -> int:
+        return self.numel // self.nranks
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Ranges of padding, as (start, end) in elements; they hold zero in every gradient."""
+        starts = [0, *(slot.end_numel for slot in self.slots)]
+        ends = [*(slot.offset_numel for slot in self.slots), self.numel]
+        return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """What shard ``rank`` holds of each parameter, in order; parameters it does not touch are left out."""
+        low, high = rank * self.shard_numel, (rank + 1) * self.shard_numel
+        pieces = []
+        for index, slot in enumerate(self.slots):
+            start, end = max(low, slot.offset_numel), min(high, slot.end_numel)
+            if start < end:
+                pieces.append(Piece(index, start - low, start - slot.offset_numel, end - start))
+        return pieces
+
+
+class BucketRules(NamedTuple):
+    """How parameters become buckets.
+
+    Attributes:
+        nranks: shards of each bucket.
+        buffer_bytes: size at which a larger unit is split, and up to which small units are merged.
+        fusion: False puts every parameter into a bucket of its own.
+        merge_units: whether whole small units may share a bucket.
+    """
+
+    nranks: int
+    buffer_bytes: int
+    fusion: bool
+    merge_units: bool
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
+def plan_buckets(params: Sequence[ParamSpec], unit_names: Sequence[str], rules: BucketRules) -> list[BucketLayout]:
+    """Buckets of all ``params``, in an order that depends on nothing but the arguments (so it is every rank's).
+
+    Args:
+        params: in registration order, each parameter once.
+        unit_names: name of each unit, for the buckets' names.
+        rules: see ``BucketRules``.
+    """
+    groups: list[list[int]] = []
+    for family in _families(params):
+        groups.extend(_group(family, params, rules))
+    groups.sort(key=lambda members: members[0])
+    return [_lay_out(index, members, params, unit_names, rules.nranks) for index, members in enumerate(groups)]
+
+
+def _families(params: Sequence[ParamSpec]) -> Iterable[list[int]]:
+    """Parameters that may share a bucket: one dtype, and frozen ones apart from those that train."""
+    families: dict[tuple[str, bool], list[int]] = {}
+    for index, spec in enumerate(params):
+        families.setdefault((spec.dtype, spec.frozen), []).append(index)
+    return families.values()
+
+
+def _group(family: list[int], params: Sequence[ParamSpec], rules: BucketRules) -> list[list[int]]:
+    if not rules.fusion:
+        return [[index] for index in family]
+    units: dict[int, list[int]] = {}
+    for index in family:
+        units.setdefault(params[index].unit, []).append(index)
+    if not rules.merge_units:
+        return [part for members in units.values() for part in _split(members, params, rules.buffer_bytes)]
+    return _merge(list(units.values()), params, rules.buffer_bytes)
+
+
+def _merge(units: list[list[int]], params: Sequence[ParamSpec], buffer_bytes: int) -> list[list[int]]:
+    """Whole neighbouring units up to ``buffer_bytes`` a bucket, the first buckets less (see ``LEAD_FRACTION``)."""
+    merged: list[list[int]] = []
+    filled_bytes = buffer_bytes
+    for members in units:
+        unit_bytes = _bytes(members, params)
+        limit_bytes = min(buffer_bytes, (buffer_bytes // LEAD_FRACTION) << max(len(merged) - 1, 0))
+        if unit_bytes > buffer_bytes:
+            merged.extend(_split(members, params, buffer_bytes))
+            filled_bytes = buffer_bytes
+        elif merged and filled_bytes + unit_bytes <= limit_bytes:
+            merged[-1].extend(members)
+            filled_bytes += unit_bytes
+        else:
+            merged.append(list(members))
+            filled_bytes = unit_bytes
+    return merged
+
+
+def _split(members: list[int], params: Sequence[ParamSpec], buffer_bytes: int) -> list[list[int]]:
+    """Consecutive parameters, a new bucket where the next one would not fit; one larger than that stands alone."""
+    parts: list[list[int]] = []
+    filled_bytes = 0
+    for index in members:
+        param_bytes = _bytes([index], params)
+        if not parts or filled_bytes + param_bytes > buffer_bytes:
+            parts.append([])
+            filled_bytes = 0
+        parts[-1].append(index)
+        filled_bytes += param_bytes
+    return parts
+
+
+def _bytes(members: Iterable[int], params: Sequence[ParamSpec]) -> int:
+    return sum(round_up(params[index].numel * params[index].itemsize, ALIGNMENT_BYTES) for index in members)
+
+
+def _lay_out(
+    index: int, members: list[int], params: Sequence[ParamSpec], unit_names: Sequence[str], nranks: int
+) -> BucketLayout:
+    first = params[members[0]]
+    aligned_numel = ALIGNMENT_BYTES // first.itemsize
+    slots = []
+    offset_numel = 0
+    for member in members:
+        slots.append(Slot(member, offset_numel, params[member].numel))
+        offset_numel = round_up(offset_numel + params[member].numel, aligned_numel)
+    units = tuple(dict.fromkeys(params[member].unit for member in members))
+    return BucketLayout(
+        index=index,
+        name=_bucket_name(index, members, params, [unit_names[unit] for unit in units]),
+        dtype=first.dtype,
+        itemsize=first.itemsize,
+        frozen=first.frozen,
+        units=units,
+        slots=tuple(slots),
+        numel=round_up(slots[-1].end_numel, nranks * aligned_numel),
+        nranks=nranks,
+    )
+
+
+def _bucket_name(index: int, members: list[int], params: Sequence[ParamSpec], units: list[str]) -> str:
+    if len(members) == 1:
+        where = params[members[0]].name
+    else:
+        where = units[0] if len(units) == 1 else f"{units[0]}..{units[-1]}"
+    return f"{index}:{where}"
+
+
+class ModelStateBytes(NamedTuple):
+    """Bytes of model state on one rank, by the formula of each stage; see ``model_state_bytes``."""
+
+    parameters: int
+    gradients: int
+    gradient_shard: int
+    shard: int
+    moments: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def model_state_bytes(
+    buckets: Sequence[BucketLayout], stage: int, *, keeps_full: bool, moment_bytes: int
+) -> ModelStateBytes:
+    """Bytes that stay between steps: stage 1 ``(b+g)P + (g+o+m)P/S``, stage 2 ``bP + (g+o+m)P/S``.
+
+    ``b`` and ``g`` are bytes of a parameter and a gradient, ``o`` those of a persistent shard (none where the shard is
+    a slice of the full tensor), ``m`` = ``moment_bytes`` the optimizer's moments for each element (Adam: 8). Where the
+    full tensor is freed between steps (``keeps_full`` False), ``bP`` counts only while gathered. The formula follows
+    the ZeRO paper (Rajbhandari et al., 2020), with padding counted as it is laid out.
+    """
+    full = sum(bucket.nbytes for bucket in buckets)
+    trained = [bucket for bucket in buckets if not bucket.frozen]
+    trained_full = sum(bucket.nbytes for bucket in trained)
+    return ModelStateBytes(
+        parameters=full,
+        gradients=trained_full if stage == 1 else 0,
+        gradient_shard=sum(bucket.shard_numel * bucket.itemsize for bucket in trained),
+        shard=0 if keeps_full else sum(bucket.shard_numel * bucket.itemsize for bucket in buckets),
+        moments=sum(bucket.shard_numel for bucket in trained) * moment_bytes,
+    )

@@ -1,0 +1,278 @@
+"""``ShardedOptimizer``: puts buckets, arena, schedule and the user's optimizer together."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import paddle
+from paddle.base import core
+
+from .arena import GradientArena
+from .buffer import FusedCommBuffer, Status
+from .config import ShardingConfig
+from .errors import ConfigError
+from .facts import publish
+from .layout import model_state_bytes
+from .reduction import Reducer
+from .schedule import Schedule
+from .timeline import Timeline
+from .updates import InnerUpdates
+
+if TYPE_CHECKING:
+    from .comm import Communicator
+
+class ShardedOptimizer:
+    """The user's optimizer over sharded gradients and state.
+
+    It has the methods of a ``paddle.optimizer.Optimizer``; what is not defined here is looked up on the inner one.
+
+    Attributes:
+        timeline: spans and their summary; see ``hp_sharding.timeline``.
+        param2bucket: structured parameter name -> its buckets, in order.
+        config: the settings in force.
+    """
+
+    def __init__(
+        self,
+        inner: paddle.optimizer.Optimizer,
+        schedule: Schedule,
+        *,
+        arena: GradientArena,
+        updates: InnerUpdates,
+        config: ShardingConfig,
+        names: dict[str, int],
+        timeline: Timeline,
+    ) -> None:
+        self._inner_opt = inner
+        self._schedule = schedule
+        self._arena = arena
+        self._updates = updates
+        self.config = config
+        self.timeline = timeline
+        self.param2bucket = {name: [schedule.buffers[bucket]] for name, bucket in names.items()}
+        self._steps = 0
+        self._baseline_bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        # Only called for what is not found here. '_inner_opt' itself is missing while a copy is being made.
+        if name == "_inner_opt":
+            raise AttributeError(name)
+        return getattr(self._inner_opt, name)
+
+    @property
+    def buffers(self) -> list[FusedCommBuffer]:
+        """All buckets, in registration order."""
+        return list(self._schedule.buffers)
+
+    @property
+    def _reducer(self) -> Reducer:
+        return self._schedule.reducer
+
+    # -- the optimizer's face ------------------------------------------------------------------------------------
+
+    @paddle.no_grad()
+    def step(self) -> None:
+        """Updates the parameters from the gradients reduced so far.
+
+        Bucket by bucket: waits for its reduction, updates this rank's shard, and starts its gather as soon as it is
+        next in the agreed order. With ``allgather_overlap`` it returns while gathers are under way; the next forward
+        waits for each where it needs it. Collective: every rank calls it.
+
+        Raises:
+            CommError: a collective failed.
+            StateError: the backward failed on some rank; call ``clear_grad()`` everywhere.
+            LayoutError: a parameter was cast or replaced after wrapping.
+        """
+        self._schedule.begin_step()
+        self._reducer.reduce_leftovers()
+        if self._reducer.settle():
+            self._publish_orders()
+        stale = [bucket for bucket in self._schedule.gather_order if self._updates.is_due(bucket, self._reducer.used)]
+        self._arena.zero_unsummed()
+        if self._updates.clips_by_norm:
+            self._finish_reductions()
+            self._arena.average(range(len(self.buffers)))
+            self._updates.clip()
+        self._update(stale)
+        self._finish_reductions()
+        if self.config.reshards_after_step:
+            self._schedule.free_all()
+        elif not self.config.allgather_overlap:
+            self._schedule.finish_gathers()
+        self._steps += 1
+        self.timeline.end_step()
+
+    def clear_grad(self, set_to_zero: bool = True) -> None:
+        """Forgets the gradients, and brings a model whose forward or backward raised back to a clean state.
+
+        After an exception every rank of the group calls it. ``set_to_zero`` has Paddle's meaning: True, a parameter
+        that had a gradient is updated with zeros by a later ``step()``; False, it is skipped.
+        """
+        self._schedule.forget_forward()
+        self._reducer.clear(set_to_zero)
+
+    clear_gradients = clear_grad
+
+    def minimize(self, loss: paddle.Tensor, *_: Any, **__: Any) -> tuple[None, list[Any]]:
+        """``step()``, as ``Optimizer.minimize`` does in dygraph after ``loss.backward()``."""
+        self.step()
+        return None, []
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backwards add up gradients locally and send nothing; the next backward outside reduces the sum.
+
+        Holds full gradients meanwhile, in every stage. May be nested; restores the state found, also after an
+        exception. Every rank must use it alike.
+        """
+        before = self._reducer.sync
+        self._reducer.sync = False
+        try:
+            yield
+        finally:
+            self._reducer.sync = before
+
+    def full_grad(self, param: paddle.Tensor) -> paddle.Tensor | None:
+        """The reduced, averaged gradient of ``param``, whole, on every rank; None where it has had none.
+
+        Collective: every rank calls it, between ``backward()`` and ``clear_grad()``.
+        """
+        buffer, index = self._find(param)
+        bucket = buffer.layout.index
+        self._reducer.reduce_leftovers()
+        self._reducer.settle()
+        if not self._reducer.used[bucket][index]:
+            return None
+        self._arena.zero_unsummed()
+        self._reducer.wait(bucket)
+        self._arena.average([bucket])
+        full = paddle.empty([buffer.layout.numel], buffer.layout.dtype)
+        buffer.place.gather.all_gather(full, self._arena.slice(bucket), label=f"{buffer.name}, full_grad").wait()
+        slot = buffer.layout.slots[index]
+        return full._slice(slot.offset_numel, slot.end_numel).clone().reshape(param.shape)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the optimizer state, flat slices by parameter name, and the layout they belong to."""
+        return {**self._inner_opt.state_dict(), _LAYOUT_KEY: self._layout_id()}
+
+    def set_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what ``state_dict`` gave on the same rank of the same layout.
+
+        Raises:
+            ConfigError: the state is that of another layout, or of a plain optimizer.
+        """
+        state = dict(state_dict)
+        found = state.pop(_LAYOUT_KEY, None)
+        if found != self._layout_id():
+            raise ConfigError(
+                f"rank {self._rank}: this optimizer state is of another layout. Expected {self._layout_id()}, found "
+                f"{found}. Load it with the same number of ranks, stage, units and comm_buffer_size_MB as it was saved"
+            )
+        self._inner_opt.set_state_dict(state)
+
+    # -- what PaddleNLP-style trainers call ----------------------------------------------------------------------
+
+    def _set_all_gather_overlap_forward(self, enabled: bool, layers: paddle.nn.Layer | None = None) -> None:
+        """As on Paddle's sharding optimizer: gathers under the forward instead of inside ``step()``, from now on."""
+        if layers is not None and layers is not self._schedule.model:
+            raise ConfigError("_set_all_gather_overlap_forward: expected the model that this optimizer was wrapped with")
+        self.config = dataclasses.replace(self.config, allgather_overlap=bool(enabled))
+        self._schedule.set_prefetch(self.config.units_ahead)
+
+    # -- reports -------------------------------------------------------------------------------------------------
+
+    def memory_report(self) -> dict[str, int]:
+        """Model-state bytes of this rank, now, beside the formula of ``layout.model_state_bytes``.
+
+        ``measured_bytes`` is what the process has allocated through Paddle beyond what it had when the model was
+        wrapped, parameters of that moment not counted: model state, but also every tensor made since and still alive.
+        The other keys are the formula's parts and ``formula_bytes``, their sum. Parameters count as gathered.
+        """
+        state = model_state_bytes(
+            [buffer.layout for buffer in self.buffers],
+            self.config.stage,
+            keeps_full=not self.config.reshards_after_step,
+            moment_bytes=self._updates.moment_bytes(),
+        )
+        allocated = core.host_memory_stat_current_value("Allocated", 0)
+        return {
+            "measured_bytes": allocated - self._baseline_bytes,
+            "formula_bytes": state.total,
+            **{f"{name}_bytes": value for name, value in state._asdict().items()},
+        }
+
+    # -- parts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _rank(self) -> int:
+        gather: Communicator = self.buffers[0].place.gather
+        return gather.ranks[gather.rank]
+
+    def _update(self, stale: Sequence[int]) -> None:
+        """Updates the stale buckets, and has each gathered once all that stand before it are under way.
+
+        While the first one's reduction is still on its way, later ones are updated: nothing waits that can work.
+        """
+        waiting = deque(stale)
+        due = set(stale)
+        others = deque(bucket for bucket in self._reducer.order if bucket in due)
+        while waiting:
+            head = waiting[0]
+            if head in due and not self._reducer.is_reduced(head):
+                while others and others[0] not in due:
+                    others.popleft()
+                if others and others[0] != head and self._reducer.is_reduced(others[0]):
+                    self._update_bucket(others[0])
+                    due.discard(others.popleft())
+                    continue
+            if head in due:
+                self._update_bucket(head)
+                due.discard(head)
+            waiting.popleft()
+            self._gather(head)
+
+    def _update_bucket(self, bucket: int) -> None:
+        self._reducer.wait(bucket)
+        self._arena.average([bucket])
+        # A bucket that no forward has read since the last step may still be under way, into what is updated now.
+        self._schedule.finish_gather(bucket)
+        self._updates.apply(bucket, self._reducer.used[bucket])
+
+    def _gather(self, bucket: int) -> None:
+        if self.config.reshards_after_step:
+            return
+        buffer = self._schedule.buffers[bucket]
+        if buffer.status is Status.READY:
+            buffer.mark_stale()
+        self._schedule.queue_gathers([bucket])
+        self._schedule.start_gathers()
+
+    def _finish_reductions(self) -> None:
+        for bucket in range(len(self.buffers)):
+            self._reducer.wait(bucket)
+
+    def _publish_orders(self) -> None:
+        reducer, schedule = self._reducer, self._schedule
+        mine = [reducer.learned_order or reducer.order, schedule.learned_gather_order or schedule.gather_order]
+        reduce_order, gather_order = publish(mine, self.buffers[0].place.gather)
+        reducer.adopt_order(reduce_order)
+        schedule.adopt_gather_order(gather_order)
+
+    def _find(self, param: paddle.Tensor) -> tuple[FusedCommBuffer, int]:
+        for buffer in self.buffers:
+            for index, candidate in enumerate(buffer.params):
+                if candidate is param:
+                    return buffer, index
+        raise ConfigError(f"parameter '{param.name}' is not one that this optimizer updates")
+
+    def _layout_id(self) -> str:
+        gather = self.buffers[0].place.gather
+        sizes = ",".join(str(buffer.layout.numel) for buffer in self.buffers)
+        return f"rank {gather.rank} of {gather.nranks}, buckets of {sizes} elements"
+
+
+_LAYOUT_KEY = "hp_sharding_layout"

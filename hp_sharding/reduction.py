@@ -1,0 +1,337 @@
+"""The backward pipeline: gradients into buckets, buckets into reduce-scatters, in one order on every rank.
+
+A *round* is one outermost backward that synchronises. In it each live bucket is reduced exactly once, in the agreed
+order, whatever branches this rank took: early, as soon as all its gradients are in, where that is safe, and the rest,
+with zeros for what is missing, at the end. So ranks match without asking.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .facts import Agreement, Facts
+from .arena import GradientArena
+from .buffer import FusedCommBuffer
+from .comm import Communicator, Work
+from .errors import StateError
+from .timeline import Timeline
+
+MAX_LIVE_GRADIENTS = 2
+"""Full gradients that exist at a time in stage 2: one filling, one being reduced. Waiting for the older reduction
+costs nothing where compute is the slower side, and where the link is, it is busy all the same."""
+
+
+PUBLISH_ALWAYS_ROUNDS = 8
+PUBLISH_EVERY_ROUNDS = 32
+"""Rank 0 publishes a newly learned order after each of the first rounds and then now and then, so that a model whose
+order changes all the time does not pay a broadcast for it in every step."""
+
+
+class ReduceLanes(NamedTuple):
+    """Where reductions and agreements travel."""
+
+    reduce: Communicator
+    agree: Communicator
+
+
+class ReduceRules(NamedTuple):
+    """How reductions are scheduled.
+
+    Attributes:
+        overlap: launch during backward.
+        keeps_gradient: stage 1, full gradients stay in ``param.grad``.
+        tied: buckets with parameters of more than one layer; they always wait for the end of backward.
+    """
+
+    overlap: bool
+    keeps_gradient: bool
+    tied: frozenset[int]
+
+
+class Reducer:
+    """Reduces the gradients of all buckets of one wrapped model.
+
+    Attributes:
+        sync: False inside ``no_sync()``: gradients add up locally.
+        order: agreed order in which buckets are reduced.
+        learned_order: a better order than ``order``, as this rank saw it; None where it is the same.
+        gather_order_changed: set by the schedule where rank 0 should publish an order of gathers.
+        used: for each parameter (``used[bucket][index]``), whether it has had a gradient, as far as this rank knows.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[FusedCommBuffer],
+        arena: GradientArena,
+        *,
+        lanes: ReduceLanes,
+        rules: ReduceRules,
+        timeline: Timeline,
+    ) -> None:
+        self.sync = True
+        backward = [buffer.layout.index for buffer in reversed(buffers)]
+        self.order = sorted(backward, key=lambda bucket: bucket in rules.tied)
+        self.used = [[False] * len(buffer.params) for buffer in buffers]
+        self._buffers = list(buffers)
+        self._arena = arena
+        self._lanes = lanes
+        self._rules = rules
+        self._timeline = timeline
+        self._works: list[Work | None] = [None] * len(buffers)
+        self._in_flight: deque[Work] = deque()
+        self._agreements: deque[Agreement] = deque()
+        self._round = 0
+        self._unreduced = False
+        self._armed = False
+        self._broken = False
+        self.learned_order: list[int] | None = None
+        self.gather_order_changed = False
+        self._tied = rules.tied
+        self._held_back: set[int] = set(rules.tied)
+        self._reset_backward()
+
+    def _reset_backward(self) -> None:
+        n = len(self._buffers)
+        self._arrived = [0] * n
+        self._expected = [0] * n
+        self._seen = [[False] * len(buffer.params) for buffer in self._buffers]
+        self._launched = [False] * n
+        self._repeats = [False] * n
+        self._completed: list[int] = []
+        self._position = 0
+
+    # -- told by the schedule ------------------------------------------------------------------------------------
+
+    def arm(self) -> None:
+        """A forward that will be differentiated has begun: the next outermost backward is a round."""
+        self._armed = True
+        self._held_back |= self._tied
+
+    def hold_back(self, bucket: int) -> None:
+        """Has the bucket wait for the end of the next backward, since its gradients may come in more than once."""
+        self._held_back.add(bucket)
+
+    def begin_backward(self) -> None:
+        """Start of an outermost backward."""
+        self._reset_backward()
+        for index, buffer in enumerate(self._buffers):
+            self._expected[index] = sum(not param.stop_gradient for param in buffer.params)
+        if self._rules.keeps_gradient:
+            # This backward accumulates in place into storage that an earlier reduction may still be reading.
+            self._wait_all()
+
+    def take_gradient(self, bucket: int, index: int) -> None:
+        """Parameter ``index`` of ``bucket`` has its gradient in ``param.grad``; it moves into the bucket's storage."""
+        self._armed = True
+        self._store(bucket, index)
+        self.used[bucket][index] = True
+        if self._seen[bucket][index]:
+            self._held_back.add(bucket)
+        else:
+            self._seen[bucket][index] = True
+            self._arrived[bucket] += 1
+        if self._launched[bucket]:
+            self._repeats[bucket] = True
+        elif self._arrived[bucket] == self._expected[bucket]:
+            self._completed.append(bucket)
+            if self.sync and self._rules.overlap:
+                self._launch_ready()
+
+    def end_backward(self) -> None:
+        """End of an outermost backward: launches what is left, in order."""
+        if not self._armed:
+            return
+        self._armed = False
+        if not self.sync:
+            self._unreduced = True
+            return
+        self.finish_round()
+
+    def abort_backward(self) -> None:
+        """The backward failed; ``clear`` completes the round, so that the ranks stay in step."""
+        self._broken = self._broken or (self.sync and (self._armed or any(self._launched)))
+        self._armed = False
+
+    # -- told by the optimizer -----------------------------------------------------------------------------------
+
+    def reduce_leftovers(self) -> None:
+        """One round for gradients that only ``no_sync`` backwards produced. Same on every rank."""
+        if self._unreduced:
+            self._reset_backward()
+            for index, buffer in enumerate(self._buffers):
+                self._expected[index] = sum(not param.stop_gradient for param in buffer.params)
+            self.finish_round()
+
+    def finish_round(self) -> None:
+        """Launches the buckets of this round that are left, then the agreement."""
+        for bucket in self.order:
+            if not self._launched[bucket] and self._is_live(bucket):
+                self._launch(bucket)
+        self._learn_order()
+        facts = Facts(
+            new_order=self._wants_to_publish(),
+            failed=self._broken,
+            repeats=self._repeats,
+            used=[used for bucket in self.used for used in bucket],
+        )
+        self._agreements.append(Agreement(facts, self._lanes.agree, label=f"agreement, backward {self._round}"))
+        self._timeline.watch(self._agreements[-1].work)
+        self._round += 1
+        self._unreduced = False
+
+    def settle(self, *, discard: bool = False) -> bool:
+        """Reads what the ranks agreed on since the last call; launches reductions that some rank needs once more.
+
+        Returns True where rank 0 has an order to publish. ``discard`` says that the sums are about to be forgotten.
+
+        Raises:
+            StateError: the backward failed on some rank, so that its part of the sums is missing.
+        """
+        new_order = False
+        while self._agreements:
+            agreement = self._agreements.popleft()
+            self._timeline.wait(agreement.work)
+            facts = agreement.result()
+            if facts.failed and not discard:
+                raise StateError(
+                    f"rank {self._lanes.agree.rank}: the backward failed on some rank of this group, so the reduced "
+                    "gradients are incomplete. Call optimizer.clear_grad() on every rank and skip this batch"
+                )
+            new_order = new_order or facts.new_order
+            self._merge_used(facts.used)
+            for bucket in (bucket for bucket in self.order if facts.repeats[bucket]):
+                self._launch(bucket)
+        return new_order
+
+    def is_reduced(self, bucket: int) -> bool:
+        """Whether ``wait`` would return at once."""
+        work = self._works[bucket]
+        return work is None or work.done()
+
+    def wait(self, bucket: int) -> None:
+        """Returns once the bucket's slice of the arena holds the sum of all rounds so far."""
+        work, self._works[bucket] = self._works[bucket], None
+        if work is not None:
+            self._timeline.wait(work)
+
+    def clear(self, set_to_zero: bool) -> None:
+        """Forgets all gradients. Brings a model whose backward failed back into step with its peers.
+
+        ``set_to_zero`` False also forgets which parameters have had a gradient, as plain Paddle's None does.
+        """
+        if self._broken:
+            self.finish_round()
+            self._broken = False
+        self.settle(discard=True)
+        self._wait_all()
+        self._arena.clear()
+        self._unreduced = False
+        self._armed = False
+        for index, buffer in enumerate(self._buffers):
+            self._clear_bucket(buffer)
+            if not set_to_zero:
+                self.used[index] = [False] * len(buffer.params)
+        self._reset_backward()
+
+    def adopt_order(self, order: list[int]) -> None:
+        """Takes the order that rank 0 published."""
+        self.order = order
+        self.learned_order = None
+
+    # -- parts ---------------------------------------------------------------------------------------------------
+
+    def _store(self, bucket: int, index: int) -> None:
+        buffer = self._buffers[bucket]
+        storage, param = buffer.gradient, buffer.params[index]
+        gradient = param.grad.detach()
+        if storage.holds(index, gradient):
+            return  # stage 1, a later backward: autograd has added in place
+        if storage.full is None:
+            self._limit_live_gradients()
+            storage.alloc()
+        storage.put(index, gradient)
+        param.clear_gradient(False)
+        if self._rules.keeps_gradient:
+            param._copy_gradient_from(storage.view(index))
+
+    def _limit_live_gradients(self) -> None:
+        if self._rules.keeps_gradient or not self.sync:
+            return
+        filling = sum(buffer.gradient.full is not None for buffer in self._buffers)
+        while self._in_flight and self._in_flight[0].done():
+            self._in_flight.popleft()
+        while self._in_flight and filling + len(self._in_flight) >= MAX_LIVE_GRADIENTS:
+            self._timeline.wait(self._in_flight.popleft())
+
+    def _is_live(self, bucket: int) -> bool:
+        return self._expected[bucket] > 0 or any(self._buffers[bucket].gradient.filled)
+
+    def _launch_ready(self) -> None:
+        while self._position < len(self.order):
+            bucket = self.order[self._position]
+            if self._is_live(bucket):
+                complete = self._arrived[bucket] == self._expected[bucket]
+                if not complete or bucket in self._held_back or self._launched[bucket]:
+                    return
+                self._launch(bucket)
+            self._position += 1
+
+    def _launch(self, bucket: int) -> None:
+        buffer = self._buffers[bucket]
+        storage = buffer.gradient
+        if storage.full is None:
+            self._limit_live_gradients()
+            storage.alloc()
+        storage.fill_missing()
+        assert storage.full is not None
+        adds = self._arena.expect_sum(bucket)
+        # In stage 1 the full gradient itself holds the sum of all micro-batches, so the shard is overwritten.
+        work = self._lanes.reduce.reduce_scatter(
+            self._arena.slice(bucket),
+            storage.full,
+            label=f"{buffer.name}, backward {self._round}",
+            accumulate=adds and not self._rules.keeps_gradient,
+        )
+        self._works[bucket] = self._timeline.watch(work)
+        self._launched[bucket] = True
+        if not self._rules.keeps_gradient:
+            self._in_flight.append(work)
+            storage.free()
+
+    def _learn_order(self) -> None:
+        """The order in which this round's buckets filled up, then those that did not, then those held back."""
+        last = [bucket for bucket in self.order if bucket in self._held_back]
+        filled = [bucket for bucket in self._completed if bucket not in self._held_back]
+        known = {*last, *filled}
+        order = [*filled, *(bucket for bucket in self.order if bucket not in known), *last]
+        self._held_back = set()
+        self.learned_order = order if order != self.order else None
+
+    def _wants_to_publish(self) -> bool:
+        learned = self.learned_order is not None or self.gather_order_changed
+        due = self._round < PUBLISH_ALWAYS_ROUNDS or self._round % PUBLISH_EVERY_ROUNDS == 0
+        return learned and due and self._lanes.agree.rank == 0
+
+    def _merge_used(self, agreed: list[bool]) -> None:
+        position = 0
+        for used in self.used:
+            theirs = agreed[position : position + len(used)]
+            used[:] = [mine or other for mine, other in zip(used, theirs, strict=True)]
+            position += len(used)
+
+    def _wait_all(self) -> None:
+        for bucket in range(len(self._buffers)):
+            self.wait(bucket)
+        self._in_flight.clear()
+
+    def _clear_bucket(self, buffer: FusedCommBuffer) -> None:
+        if not self._rules.keeps_gradient:
+            if buffer.gradient.full is not None:
+                buffer.gradient.free()
+            return
+        for param in buffer.params:
+            # The parameter's own gradient object goes; the storage behind it stays with the bucket.
+            param.clear_gradient(False)
+        buffer.gradient.reset()

@@ -1,0 +1,219 @@
+"""``shard``: wraps a model and its optimizer. ``full_parameters``: the whole values, for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import paddle
+from paddle import nn
+from paddle.base import core
+from paddle.base.framework import EagerParamBase
+
+from .arena import GradientArena
+from .broadcast import broadcast_state
+from .buffer import BufferPlace, FusedCommBuffer
+from .comm import Communicator, create_communicators
+from .config import ShardingConfig
+from .errors import ConfigError
+from .layout import BucketLayout, BucketRules, ParamSpec, plan_buckets
+from .optimizer import ShardedOptimizer
+from .plain import PlainOptimizer
+from .pool import StoragePool
+from .reduction import ReduceLanes, Reducer, ReduceRules
+from .schedule import Schedule, keep_schedule, schedule_of
+from .timeline import Timeline
+from .units import UnitParam, UnitPlan, find_units
+from .updates import InnerUpdates, check_optimizer, optimizer_params
+
+LOG = logging.getLogger("hp_sharding")
+LANES = ("gather", "reduce")
+
+
+def shard(
+    model: nn.Layer,
+    optimizer: paddle.optimizer.Optimizer,
+    config: ShardingConfig | None = None,
+    *,
+    shard_group: Any = None,
+    replicate_group: Any = None,
+) -> ShardedOptimizer | PlainOptimizer:
+    """Shards ``optimizer``, and the gradients and parameters of ``model`` as ``config`` says, over a group of ranks.
+
+    The model stays the same object with the same ``state_dict`` keys; rank 0's parameters and buffers are copied to
+    all. Every rank of the group calls it, with the same model and settings.
+
+    Args:
+        model: built alike on all ranks.
+        optimizer: a Paddle optimizer over some or all of the model's parameters that updates element by element.
+        config: settings; None for the defaults.
+        shard_group: a Paddle group or global ranks; None for all ranks.
+        replicate_group: not supported yet; None, or a group of one.
+
+    Returns:
+        The optimizer to use instead of the one given. In a group of one it is plain training.
+
+    Raises:
+        ConfigError: wrapped before, an optimizer that cannot be sharded, parameters that the model does not have, or a
+            layer that cannot be served. No collective has then started.
+    """
+    ranks = _ranks(shard_group)
+    if replicate_group is not None and len(_ranks(replicate_group)) > 1:
+        raise ConfigError("replicate_group: more than one replica is not supported yet; use one shard group")
+    config = config if config is not None else ShardingConfig()
+    baseline_bytes = _allocated_bytes() - _param_bytes(model)
+    check_wrap(model, optimizer)
+    if len(ranks) == 1:
+        return PlainOptimizer(optimizer, config, baseline_bytes)
+    lanes = create_communicators(ranks, LANES, timeout_s=config.timeout_s)
+    broadcast_state(model, lanes["gather"])
+    sharded = build(model, optimizer, config, lanes=lanes)
+    sharded._baseline_bytes = baseline_bytes
+    return sharded
+
+
+def check_wrap(model: nn.Layer, optimizer: paddle.optimizer.Optimizer) -> None:
+    """Raises ConfigError for what ``shard`` cannot wrap. Looks at this rank only, and changes nothing."""
+    if not isinstance(model, nn.Layer):
+        raise ConfigError(f"model: expected a paddle.nn.Layer, got {type(model).__name__}")
+    if isinstance(optimizer, (ShardedOptimizer, PlainOptimizer)):
+        raise ConfigError("this optimizer is already sharded; wrap it once")
+    if schedule_of(model) is not None:
+        raise ConfigError(f"this {type(model).__name__} is already sharded; wrap it once, with one optimizer")
+    check_optimizer(optimizer)
+    names = {id(param): name for name, param in model.named_parameters()}
+    params = optimizer_params(optimizer)
+    foreign = [param.name for param in params if id(param) not in names]
+    if foreign:
+        raise ConfigError(
+            f"the optimizer holds {len(foreign)} of {len(params)} parameters that the model does not have, such as "
+            f"'{foreign[0]}'. Make the optimizer with parameters of the model that is wrapped"
+        )
+    if not any(param.size for param in params):
+        raise ConfigError("the optimizer holds no parameter with elements: there is nothing to shard")
+    for name, layer in model.named_sublayers(include_self=True):
+        if isinstance(layer, nn.Embedding) and getattr(layer, "_sparse", False):
+            raise ConfigError(f"layer '{name}': nn.Embedding(sparse=True) is not supported; use sparse=False")
+
+
+def build(
+    model: nn.Layer,
+    optimizer: paddle.optimizer.Optimizer,
+    config: ShardingConfig,
+    *,
+    lanes: dict[str, Communicator],
+    pool: StoragePool | None = None,
+) -> ShardedOptimizer:
+    """``shard`` over communicators that exist, also over a group of one: checks and broadcasts nothing.
+
+    Args:
+        lanes: a Communicator for each name in ``LANES``.
+        pool: where freed storage goes; None for a pool of its own.
+    """
+    plan = find_units(model, config.units)
+    held = {id(param) for param in optimizer_params(optimizer)}
+    entries = [entry for entry in plan.params if id(entry.param) in held and entry.param.size > 0]
+    gather = lanes["gather"]
+    layouts = _plan_layouts(plan, entries, config, gather.nranks)
+    place = BufferPlace(gather.rank, gather, pool or StoragePool(), not config.reshards_after_step)
+    buffers = [FusedCommBuffer(layout, _members(layout, entries), place) for layout in layouts]
+    arena = GradientArena(layouts, config.gradient_divisor(gather.nranks))
+    timeline = Timeline(config.timeline)
+    reducer = Reducer(
+        buffers,
+        arena,
+        lanes=ReduceLanes(lanes["reduce"], gather),
+        rules=ReduceRules(config.reduce_overlap, config.stage == 1, _tied_buckets(layouts, entries)),
+        timeline=timeline,
+    )
+    schedule = Schedule(
+        model, plan, buffers=buffers, reducer=reducer, prefetch=config.units_ahead or 0, timeline=timeline
+    )
+    updates = InnerUpdates(optimizer, buffers, arena, comm=gather, timeline=timeline)
+    sharded = ShardedOptimizer(
+        optimizer,
+        schedule,
+        arena=arena,
+        updates=updates,
+        config=config,
+        names={entries[slot.param].name: layout.index for layout in layouts for slot in layout.slots},
+        timeline=timeline,
+    )
+    keep_schedule(model, schedule)
+    _log_layout(layouts, gather, config)
+    return sharded
+
+
+@contextlib.contextmanager
+def full_parameters(model: nn.Layer) -> Iterator[nn.Layer]:
+    """Inside, every parameter of a wrapped model is readable and writable; what is written is kept.
+
+    Collective: every rank enters and leaves it, and writes the same. Outside a wrapped model it does nothing.
+
+    Raises:
+        CommError: a gather failed.
+    """
+    schedule = schedule_of(model)
+    if schedule is None:
+        yield model
+        return
+    freed = schedule.unshard()
+    try:
+        yield model
+    finally:
+        schedule.reshard(freed)
+
+
+def _ranks(group: Any) -> list[int]:
+    if group is None:
+        return list(range(paddle.distributed.get_world_size()))
+    return [int(rank) for rank in getattr(group, "ranks", group)]
+
+
+def _members(layout: BucketLayout, entries: Sequence[UnitParam]) -> list[EagerParamBase]:
+    return [entries[slot.param].param for slot in layout.slots]
+
+
+def _plan_layouts(
+    plan: UnitPlan, entries: Sequence[UnitParam], config: ShardingConfig, nranks: int
+) -> list[BucketLayout]:
+    specs = [
+        ParamSpec(
+            name=entry.name,
+            numel=int(entry.param.size),
+            dtype=str(entry.param.dtype).split(".")[-1],
+            itemsize=entry.param.element_size(),
+            unit=entry.unit,
+            frozen=entry.param.stop_gradient,
+        )
+        for entry in entries
+    ]
+    rules = BucketRules(nranks, config.comm_buffer_bytes, config.comm_fusion, merge_units=config.stage < 3)
+    return plan_buckets(specs, [unit.name for unit in plan.units], rules)
+
+
+def _tied_buckets(layouts: Sequence[BucketLayout], entries: Sequence[UnitParam]) -> frozenset[int]:
+    return frozenset(layout.index for layout in layouts if any(entries[slot.param].tied for slot in layout.slots))
+
+
+def _log_layout(layouts: Sequence[BucketLayout], gather: Communicator, config: ShardingConfig) -> None:
+    if gather.rank != 0:
+        return
+    total_mb = sum(layout.nbytes for layout in layouts) / 2**20
+    LOG.info(
+        "stage %d over %d ranks: %d buckets, %.1f MB, all-gather overlap %s, reduce overlap %s",
+        config.stage, gather.nranks, len(layouts), total_mb, config.allgather_overlap, config.reduce_overlap,
+    )  # fmt: skip
+    for layout in layouts:
+        LOG.debug("bucket %s: %d parameters, %d elements of %s", *layout[1:2], len(layout.slots), layout.numel, layout.dtype)
+
+
+def _allocated_bytes() -> int:
+    return int(core.host_memory_stat_current_value("Allocated", 0))
+
+
+def _param_bytes(model: nn.Layer) -> int:
+    return sum(int(param.size) * param.element_size() for param in model.parameters())
+

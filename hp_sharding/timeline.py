@@ -1,0 +1,118 @@
+"""Labelled spans of communication and waiting, and the numbers drawn from them. Costs a flag test when off.
+
+A span is (lane, label, start, end, bytes). Lanes are ``gather`` and ``reduce`` for the collectives and ``wait`` for the
+time in which the main thread did nothing but wait for one: that time is *exposed*. What is left of a step is compute.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from .comm import Work
+
+
+class Span(NamedTuple):
+    """One interval on one lane; times in seconds of ``time.perf_counter()``, ``nbytes`` 0 for waits."""
+
+    lane: str
+    label: str
+    start_s: float
+    end_s: float
+    nbytes: int
+
+    @property
+    def duration_ms(self) -> float:
+        return (self.end_s - self.start_s) * 1e3
+
+
+class StepTimes(NamedTuple):
+    """One step in milliseconds: busy time of each lane, exposed waiting, and compute as the rest."""
+
+    step_ms: float
+    compute_ms: float
+    gather_ms: float
+    reduce_ms: float
+    exposed_ms: float
+
+
+MAX_STEPS = 1000
+"""Steps kept; older ones are forgotten, so that a long run does not grow."""
+
+
+class Timeline:
+    """Collects spans while ``enabled`` and sums them up step by step.
+
+    A step lasts from the end of one ``optimizer.step()`` to the end of the next; the first one has no beginning and is
+    not counted. Attributes: ``enabled``, ``steps`` (a ``StepTimes`` each) and ``spans`` of the last counted step.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.steps: list[StepTimes] = []
+        self.spans: list[Span] = []
+        self._works: list[Work] = []
+        self._waits: list[Span] = []
+        self._step_start_s: float | None = None
+
+    def watch(self, work: Work) -> Work:
+        """Has the work's span counted once it is done. Returns ``work``."""
+        if self.enabled:
+            self._works.append(work)
+        return work
+
+    def wait(self, work: Work) -> None:
+        """``work.wait()``, counted as exposed time."""
+        if not self.enabled:
+            work.wait()
+            return
+        start_s = time.perf_counter()
+        try:
+            work.wait()
+        finally:
+            self._waits.append(Span("wait", work.label, start_s, time.perf_counter(), 0))
+
+    def end_step(self) -> None:
+        """Marks the end of ``optimizer.step()``. Works still under way count in the step in which they end."""
+        if not self.enabled:
+            return
+        now_s = time.perf_counter()
+        spans = [*self._take_done(), *self._waits]
+        if self._step_start_s is not None:
+            self.spans = spans
+            self.steps.append(_sum_up(now_s - self._step_start_s, spans))
+            del self.steps[:-MAX_STEPS]
+        self._waits = []
+        self._step_start_s = now_s
+
+    def summary(self) -> dict[str, float]:
+        """Medians over the recorded steps, in milliseconds, and ``overlap_percent``.
+
+        Keys: ``steps``, ``step_ms``, ``compute_ms``, ``gather_ms``, ``reduce_ms``, ``exposed_ms``,
+        ``overlap_percent`` (the part of the lanes' busy time during which the main thread was not waiting).
+        All zero where nothing was recorded.
+        """
+        if not self.steps:
+            return {name: 0.0 for name in ("steps", *StepTimes._fields, "overlap_percent")}
+        medians = {name: median(getattr(step, name) for step in self.steps) for name in StepTimes._fields}
+        busy_ms = medians["gather_ms"] + medians["reduce_ms"]
+        hidden = 1 - min(medians["exposed_ms"] / busy_ms, 1.0) if busy_ms else 1.0
+        return {"steps": float(len(self.steps)), **medians, "overlap_percent": 100 * hidden}
+
+    def _take_done(self) -> Iterable[Span]:
+        done = [work for work in self._works if work.done() and work.start_s is not None and work.end_s is not None]
+        self._works = [work for work in self._works if not work.done()]
+        for work in done:
+            assert work.start_s is not None and work.end_s is not None
+            yield Span(work.lane, work.label, work.start_s, work.end_s, work.nbytes)
+
+
+def _sum_up(step_s: float, spans: Iterable[Span]) -> StepTimes:
+    busy_ms = {"gather": 0.0, "reduce": 0.0, "wait": 0.0}
+    for span in spans:
+        busy_ms[span.lane] = busy_ms.get(span.lane, 0.0) + span.duration_ms
+    step_ms = step_s * 1e3
+    return StepTimes(step_ms, step_ms - busy_ms["wait"], busy_ms["gather"], busy_ms["reduce"], busy_ms["wait"])

@@ -1,0 +1,111 @@
+"""Units: the layers that are gathered together, found in a model, and the parameters of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from paddle import nn
+from paddle.base.framework import EagerParamBase
+
+_NEVER_CALLED = (nn.LayerList, nn.LayerDict)
+"""Containers without a forward of their own: a hook on them never fires, so they cannot be units."""
+
+
+class Unit(NamedTuple):
+    """A layer whose forward needs its parameters as a group.
+
+    Attributes:
+        name: the layer's structured name, or the model's class name for the root.
+        layer: hooks go on it.
+    """
+
+    name: str
+    layer: nn.Layer
+
+
+class UnitParam(NamedTuple):
+    """One parameter of the model, at the first place where the model holds it.
+
+    Attributes:
+        name: structured name, as in ``state_dict``.
+        param: the parameter.
+        unit: index of its unit.
+        tied: True where more than one layer holds it.
+    """
+
+    name: str
+    param: EagerParamBase
+    unit: int
+    tied: bool
+
+
+class UnitPlan(NamedTuple):
+    """The units of a model in registration order, and its parameters, each once."""
+
+    units: list[Unit]
+    params: list[UnitParam]
+
+
+def find_units(model: nn.Layer, choice: str | Sequence[type]) -> UnitPlan:
+    """Units of ``model`` and the parameters that belong to each.
+
+    ``choice`` is ``"auto"`` or layer classes. With "auto", each item of an outermost LayerList or Sequential of
+    parameterised layers is a unit, and so is each other child on the way there; with classes, each layer of one of
+    them. A parameter belongs to the innermost unit around it, else to the root, which is always a unit.
+    """
+    layers = {id(model)}
+    layers.update(id(layer) for layer in (_auto(model) if choice == "auto" else _of_class(model, tuple(choice))))
+    units: list[Unit] = []
+    places: list[tuple[str, EagerParamBase, int]] = []
+    _collect(model, "", None, _Found(layers, units, places))
+    holders: dict[int, int] = {}
+    for _, param, _ in places:
+        holders[id(param)] = holders.get(id(param), 0) + 1
+    first = {id(param): (name, param, unit) for name, param, unit in reversed(places)}
+    ordered = [first[key] for key in holders]
+    return UnitPlan(units, [UnitParam(name, param, unit, holders[id(param)] > 1) for name, param, unit in ordered])
+
+
+class _Found(NamedTuple):
+    layers: set[int]
+    units: list[Unit]
+    places: list[tuple[str, EagerParamBase, int]]
+
+
+def _collect(layer: nn.Layer, prefix: str, unit: int | None, found: _Found) -> None:
+    if id(layer) in found.layers:
+        unit = len(found.units)
+        found.units.append(Unit(prefix or type(layer).__name__, layer))
+        found.layers.discard(id(layer))  # a layer held twice is one unit, at its first place
+    assert unit is not None
+    for name, param in layer._parameters.items():
+        if param is not None:
+            found.places.append((f"{prefix}.{name}" if prefix else name, param, unit))
+    for name, child in layer.named_children():
+        _collect(child, f"{prefix}.{name}" if prefix else name, unit, found)
+
+
+def _auto(layer: nn.Layer) -> Iterator[nn.Layer]:
+    in_list = isinstance(layer, (nn.LayerList, nn.Sequential, nn.LayerDict))
+    for child in layer.children():
+        if not child.parameters():
+            continue
+        if isinstance(child, _NEVER_CALLED) or (not in_list and _holds_list(child)):
+            if not isinstance(child, _NEVER_CALLED):
+                yield child
+            yield from _auto(child)
+        else:
+            yield child
+
+
+def _holds_list(layer: nn.Layer) -> bool:
+    """Whether some LayerList or Sequential of parameterised layers lies in ``layer`` (or is it)."""
+    return any(
+        isinstance(part, (nn.LayerList, nn.Sequential)) and any(child.parameters() for child in part.children())
+        for part in layer.sublayers(include_self=True)
+    )
+
+
+def _of_class(model: nn.Layer, classes: tuple[type, ...]) -> Iterator[nn.Layer]:
+    return (layer for layer in model.sublayers() if isinstance(layer, classes))

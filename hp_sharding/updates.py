@@ -1,0 +1,191 @@
+"""The user's optimizer, run over slices of parameters: bucket by bucket, group by group."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import paddle
+from paddle import nn
+from paddle.base.framework import EagerParamBase
+
+from .arena import GradientArena
+from .buffer import FusedCommBuffer
+from .comm import Communicator
+from .errors import ConfigError
+from .numerics import GradientPart, NormClipper, norm_domains
+from .timeline import Timeline
+
+_ELEMENTWISE = (
+    "SGD", "Momentum", "Adam", "AdamW", "Adagrad", "RMSProp", "Adamax", "Adadelta", "NAdam", "RAdam", "Rprop", "ASGD",
+)  # fmt: skip
+_NOT_ELEMENTWISE = {
+    "Lamb": "scales each update by the norms of the whole parameter and its update",
+    "LBFGS": "uses inner products over all parameters",
+    "LarsMomentum": "scales each update by the norms of the whole parameter and gradient",
+}
+_NORM_CLIPS = (nn.ClipGradByGlobalNorm, nn.ClipGradByNorm)
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuses an optimizer whose update cannot be sharded by element.
+
+    Raises:
+        ConfigError: not a Paddle optimizer, one that is not elementwise, or an option that sharding cannot honour.
+    """
+    if not isinstance(optimizer, paddle.optimizer.Optimizer):
+        raise ConfigError(f"expected a paddle.optimizer.Optimizer, got {type(optimizer).__name__}")
+    kinds = [kind.__name__ for kind in type(optimizer).__mro__]
+    for kind in kinds:
+        if kind in _NOT_ELEMENTWISE:
+            raise ConfigError(
+                f"{kind} cannot be sharded by element: it {_NOT_ELEMENTWISE[kind]}. Use one of {', '.join(_ELEMENTWISE)}"
+            )
+    if not set(kinds) & set(_ELEMENTWISE):
+        raise ConfigError(
+            f"{kinds[0]} is not known to update element by element, so its state cannot be sharded safely. Use one of "
+            f"{', '.join(_ELEMENTWISE)} or a subclass of it"
+        )
+    if optimizer._use_multi_tensor:
+        raise ConfigError(f"{kinds[0]}(use_multi_tensor=True): not supported with sharding; leave it False")
+    for clip in _clips(optimizer):
+        if clip is not None and not isinstance(clip, (*_NORM_CLIPS, nn.ClipGradByValue)):
+            raise ConfigError(
+                f"grad_clip {type(clip).__name__}: only ClipGradByGlobalNorm, ClipGradByNorm and ClipGradByValue are "
+                "known to work on shards"
+            )
+
+
+def optimizer_params(optimizer: paddle.optimizer.Optimizer) -> list[EagerParamBase]:
+    """All parameters of the optimizer, over all groups, in order."""
+    return [param for group in _groups(optimizer) for param in group["params"]]
+
+
+def _groups(optimizer: paddle.optimizer.Optimizer) -> list[dict[str, Any]]:
+    groups = optimizer._param_groups
+    return groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
+
+
+def _clips(optimizer: paddle.optimizer.Optimizer) -> list[Any]:
+    return [group.get("grad_clip", optimizer._grad_clip) for group in _groups(optimizer)]
+
+
+class _Part(NamedTuple):
+    """One slice that the inner optimizer updates: of which parameter, of which group, with which gradient."""
+
+    index: int
+    group: int
+    param: EagerParamBase
+    slice: EagerParamBase
+    gradient: paddle.Tensor
+
+
+class InnerUpdates:
+    """Applies the inner optimizer to this rank's slices."""
+
+    def __init__(
+        self,
+        inner: paddle.optimizer.Optimizer,
+        buffers: Sequence[FusedCommBuffer],
+        arena: GradientArena,
+        *,
+        comm: Communicator,
+        timeline: Timeline,
+    ) -> None:
+        self._inner = inner
+        self._buffers = list(buffers)
+        self._arena = arena
+        self._comm = comm
+        self._timeline = timeline
+        self._groups = _groups(inner)
+        self._grouped = self._groups is inner._param_groups
+        self._group_of = {id(param): number for number, group in enumerate(self._groups) for param in group["params"]}
+        self._parts: dict[int, list[_Part]] = {}
+        self._clipper: NormClipper | None = None
+        self._add_parts([buffer.layout.index for buffer in buffers if not buffer.layout.frozen])
+
+    @property
+    def clips_by_norm(self) -> bool:
+        """Whether ``clip`` has anything to do; the same on every rank."""
+        return any(isinstance(clip, _NORM_CLIPS) for clip in _clips(self._inner))
+
+    def clip(self) -> None:
+        """Clips all gradients in the arena by the norms that the user asked for. All sums must be final and averaged."""
+        if self._clipper is not None:
+            self._clipper.clip()
+
+    def is_due(self, bucket: int, used: Sequence[Sequence[bool]]) -> bool:
+        """Whether any rank updates a parameter of the bucket: the same answer on every rank."""
+        params = self._buffers[bucket].params
+        due = any(flag and not param.stop_gradient for flag, param in zip(used[bucket], params, strict=True))
+        if due and bucket not in self._parts:
+            self._add_parts([bucket])  # frozen when wrapped, and thawed since
+        return due
+
+    def apply(self, bucket: int, used: Sequence[bool]) -> None:
+        """Updates the bucket's shard. Parameters that are frozen or never had a gradient are skipped, as by Paddle."""
+        by_group: dict[int, list[tuple[EagerParamBase, paddle.Tensor]]] = defaultdict(list)
+        for part in self._parts[bucket]:
+            if used[part.index] and not part.param.stop_gradient:
+                if part.slice.stop_gradient:
+                    part.slice.stop_gradient = False
+                by_group[part.group].append((part.slice, part.gradient))
+        for group in sorted(by_group):
+            self._apply_group(group, by_group[group])
+
+    def moment_bytes(self) -> int:
+        """Bytes of optimizer state that each element has, as allocated by now (before the first step: 0)."""
+        elements = sum(part.slice.size for parts in self._parts.values() for part in parts)
+        state_bytes = 0
+        for by_param in self._inner._accumulators.values():
+            for tensor in by_param.values():
+                # Step counters and powers of beta have one element a parameter and do not grow with it.
+                state_bytes += tensor.size * tensor.element_size() if tensor.size > 1 else 0
+        return round(state_bytes / elements) if elements else 0
+
+    def _apply_group(self, group: int, pairs: list[tuple[EagerParamBase, paddle.Tensor]]) -> None:
+        if self._grouped:
+            settings = {key: value for key, value in self._groups[group].items() if key != "params"}
+            if isinstance(settings.get("grad_clip"), _NORM_CLIPS):
+                settings["grad_clip"] = None
+            request = defaultdict(list, params=pairs, **settings)
+            self._inner._apply_optimize(None, None, request, param_group_idx=group)
+            return
+        clip = self._inner._grad_clip
+        try:
+            if isinstance(clip, _NORM_CLIPS):
+                self._inner._grad_clip = None  # done on the arena, over all ranks
+            self._inner._apply_optimize(None, None, pairs, param_group_idx=0)
+        finally:
+            self._inner._grad_clip = clip
+
+    def _add_parts(self, buckets: Sequence[int]) -> None:
+        for bucket in buckets:
+            self._parts[bucket] = self._bucket_parts(self._buffers[bucket])
+        self._clipper = self._make_clipper() if self.clips_by_norm else None
+
+    def _bucket_parts(self, buffer: FusedCommBuffer) -> list[_Part]:
+        reduced = self._arena.slice(buffer.layout.index)
+        parts = []
+        for piece in buffer.slices:
+            param = buffer.params[piece.param]
+            gradient = reduced._slice(piece.start_numel, piece.start_numel + piece.numel)
+            parts.append(_Part(piece.param, self._group_of[id(param)], param, piece.tensor, gradient))
+        return parts
+
+    def _make_clipper(self) -> NormClipper | None:
+        params = [param for bucket in self._parts for param in self._buffers[bucket].params]
+        parts_of: dict[int, list[GradientPart]] = {id(param): [] for param in params}
+        for part in (part for parts in self._parts.values() for part in parts):
+            parts_of[id(part.param)].append(GradientPart(part.param.name, part.gradient, _needs_clip(part.param)))
+        clips = _clips(self._inner)
+        domains = []
+        for clip, group in zip(clips, self._groups, strict=True):
+            domains += norm_domains(clip, [parts_of[id(param)] for param in group["params"] if id(param) in parts_of])
+        whole = isinstance(clips[0], nn.ClipGradByGlobalNorm) and len(clips) == 1 and all(map(_needs_clip, params))
+        return NormClipper(domains, self._arena, self._comm, whole=whole, timeline=self._timeline) if domains else None
+
+
+def _needs_clip(param: EagerParamBase) -> bool:
+    return getattr(param, "need_clip", True) is not False
