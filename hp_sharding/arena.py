@@ -23,7 +23,7 @@ class GradientArena:
     Buckets that are frozen when wrapped take no room until they thaw.
 
     Args:
-        layouts: all buckets, in registration order; their index is the key of every method.
+        layouts: all buckets, in registration order; their number is the key of every method.
         divisor: what ``average`` divides by.
     """
 
@@ -72,7 +72,7 @@ class GradientArena:
         """Zeros for the buckets that hold no sum: a norm over everything, or an update without a backward, reads them."""
         for index, layout in enumerate(self._layouts):
             if self._dirty[index] and not self._holds[index]:
-                self._slices[layout.index].zero_()
+                self._slices[layout.number].zero_()
                 self._dirty[index] = False
 
     def clear(self) -> None:
@@ -87,5 +87,5 @@ class GradientArena:
         self._tensors.append(tensor)
         start = 0
         for layout in reversed(layouts):
-            self._slices[layout.index] = tensor._slice(start, start + layout.shard_numel)
+            self._slices[layout.number] = tensor._slice(start, start + layout.shard_numel)
             start += layout.shard_numel

@@ -57,7 +57,7 @@ def _detach(key: int) -> None:
     global _original
     _listeners.pop(key, None)
     # Where somebody else has wrapped our wrapper meanwhile, it has to stay, and only passes calls on.
-    if not _listeners and _state.depth == 0 and core.eager.run_backward is _run_backward:
+    if not _listeners and not _state.depth and core.eager.run_backward is _run_backward:
         core.eager.run_backward, _original = _original, None
 
 

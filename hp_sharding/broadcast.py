@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import paddle
 
-from hp_sharding.errors import ConfigError
+from .errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hp_sharding.comm.communicator import Communicator, Work
+    from .comm.communicator import Communicator, Work
 
 
 def check_state_exists(model: paddle.nn.Layer) -> None:

@@ -136,7 +136,7 @@ class FusedCommBuffer:
         self._require(Status.READY, "free")
         assert not self.place.keeps_full
         for param in self.params:
-            param._clear_data()
+            _release(param)
         # Views that autograd saved keep the block alive; the pool takes it back when the last of them is gone.
         self._full = None
         self.status = Status.SHARDED
@@ -204,6 +204,11 @@ class FusedCommBuffer:
             )
 
 
+def _release(tensor: paddle.Tensor) -> None:
+    """Lets go of the storage and keeps the shape, seen by no guard."""
+    paddle.Tensor.get_tensor(tensor)._clear()
+
+
 _COPIED_ATTRIBUTES = ("optimize_attr", "regularizer", "need_clip", "is_distributed", "do_model_average", "no_sync")
 
 
@@ -238,7 +243,7 @@ class GradientStorage:
         # One view object a parameter, of the parameter's shape, pointed at whatever storage is current.
         self._views = [paddle.empty(param.shape, param.dtype) for param in params]
         for view in self._views:
-            view._clear_data()
+            _release(view)
 
     def alloc(self) -> None:
         """Takes storage; its parameters' content is undefined until ``put``, its padding zero."""
@@ -282,5 +287,5 @@ class GradientStorage:
         """Lets go of the storage and of all gradients; a collective that reads it keeps it alive until it is done."""
         self.full = None
         for view in self._views:
-            view._clear_data()
+            _release(view)
         self.reset()

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hp_sharding.errors import ConfigError
+from .errors import ConfigError
 
 _LOGGER = logging.getLogger("hp_sharding")
 _BYTES_PER_MB = 1024 * 1024

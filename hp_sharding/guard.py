@@ -14,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import paddle
 from paddle import nn
 from paddle.base.framework import EagerParamBase
 
@@ -62,14 +61,67 @@ _METADATA = frozenset(
         "offset", "requires_grad_", "backward", "apply_", "num_shard", "get_map_tensor", "get_selected_rows",
     )
 )  # fmt: skip
-_VALUE_DUNDERS = (
-    "__array__ __dlpack__ __getitem__ __setitem__ __iter__ __float__ __int__ __long__ __index__ __bool__ __nonzero__ "
-    "__complex__ __deepcopy__ __reduce__ __reduce_ex__ __str__ __repr__ __format__ __contains__ __add__ __radd__ "
-    "__iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__ __div__ "
-    "__rdiv__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __matmul__ __rmatmul__ __neg__ __abs__ "
-    "__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__ __rand__ __ror__ __rxor__ "
-    "__lshift__ __rshift__ __pos__"
-).split()
+_VALUE_DUNDERS = [
+    "__array__",
+    "__dlpack__",
+    "__getitem__",
+    "__setitem__",
+    "__iter__",
+    "__float__",
+    "__int__",
+    "__long__",
+    "__index__",
+    "__bool__",
+    "__nonzero__",
+    "__complex__",
+    "__deepcopy__",
+    "__reduce__",
+    "__reduce_ex__",
+    "__str__",
+    "__repr__",
+    "__format__",
+    "__contains__",
+    "__add__",
+    "__radd__",
+    "__iadd__",
+    "__sub__",
+    "__rsub__",
+    "__isub__",
+    "__mul__",
+    "__rmul__",
+    "__imul__",
+    "__truediv__",
+    "__rtruediv__",
+    "__itruediv__",
+    "__div__",
+    "__rdiv__",
+    "__floordiv__",
+    "__rfloordiv__",
+    "__mod__",
+    "__rmod__",
+    "__pow__",
+    "__rpow__",
+    "__matmul__",
+    "__rmatmul__",
+    "__neg__",
+    "__abs__",
+    "__eq__",
+    "__ne__",
+    "__lt__",
+    "__le__",
+    "__gt__",
+    "__ge__",
+    "__and__",
+    "__or__",
+    "__xor__",
+    "__invert__",
+    "__rand__",
+    "__ror__",
+    "__rxor__",
+    "__lshift__",
+    "__rshift__",
+    "__pos__",
+]
 
 
 def _guarded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

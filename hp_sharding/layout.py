@@ -63,14 +63,14 @@ class BucketLayout(NamedTuple):
     """One bucket: its dtype, its slots in order, its padded size.
 
     Attributes:
-        index: place in registration order, which is the first guess of the forward's order.
+        number: place in registration order, which is the first guess of the forward's order.
         name: for people: the unit it belongs to, or the first and last one.
         units: indices of the units whose parameters it holds.
         numel: elements with padding, a multiple of ``nranks``.
         nranks: shards it splits into.
     """
 
-    index: int
+    number: int
     name: str
     dtype: str
     itemsize: int
@@ -209,7 +209,7 @@ def _lay_out(
         offset_numel = round_up(offset_numel + params[member].numel, aligned_numel)
     units = tuple(dict.fromkeys(params[member].unit for member in members))
     return BucketLayout(
-        index=index,
+        number=index,
         name=_bucket_name(index, members, params, [unit_names[unit] for unit in units]),
         dtype=first.dtype,
         itemsize=first.itemsize,

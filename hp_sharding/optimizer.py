@@ -25,6 +25,7 @@ from .updates import InnerUpdates
 if TYPE_CHECKING:
     from .comm import Communicator
 
+
 class ShardedOptimizer:
     """The user's optimizer over sharded gradients and state.
 
@@ -142,7 +143,7 @@ class ShardedOptimizer:
         Collective: every rank calls it, between ``backward()`` and ``clear_grad()``.
         """
         buffer, index = self._find(param)
-        bucket = buffer.layout.index
+        bucket = buffer.layout.number
         self._reducer.reduce_leftovers()
         self._reducer.settle()
         if not self._reducer.used[bucket][index]:
@@ -179,9 +180,11 @@ class ShardedOptimizer:
     def _set_all_gather_overlap_forward(self, enabled: bool, layers: paddle.nn.Layer | None = None) -> None:
         """As on Paddle's sharding optimizer: gathers under the forward instead of inside ``step()``, from now on."""
         if layers is not None and layers is not self._schedule.model:
-            raise ConfigError("_set_all_gather_overlap_forward: expected the model that this optimizer was wrapped with")
+            raise ConfigError(
+                "_set_all_gather_overlap_forward: expected the model that this optimizer was wrapped with"
+            )
         self.config = dataclasses.replace(self.config, allgather_overlap=bool(enabled))
-        self._schedule.set_prefetch(self.config.units_ahead)
+        self._schedule.set_prefetch(self.config.units_ahead or 0)
 
     # -- reports -------------------------------------------------------------------------------------------------
 

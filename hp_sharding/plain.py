@@ -70,9 +70,7 @@ class PlainOptimizer:
         state = {
             "parameters_bytes": _bytes(params),
             "gradients_bytes": _bytes(trained),
-            "moments_bytes": sum(
-                _bytes(tensors.values()) for tensors in self._inner_opt._accumulators.values()
-            ),
+            "moments_bytes": sum(_bytes(tensors.values()) for tensors in self._inner_opt._accumulators.values()),
         }
         allocated = core.host_memory_stat_current_value("Allocated", 0)
         return {"measured_bytes": allocated - self._baseline_bytes, "formula_bytes": sum(state.values()), **state}

@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .facts import Agreement, Facts
 from .arena import GradientArena
 from .buffer import FusedCommBuffer
 from .comm import Communicator, Work
 from .errors import StateError
+from .facts import Agreement, Facts
 from .timeline import Timeline
 
 MAX_LIVE_GRADIENTS = 2
@@ -71,7 +71,7 @@ class Reducer:
         timeline: Timeline,
     ) -> None:
         self.sync = True
-        backward = [buffer.layout.index for buffer in reversed(buffers)]
+        backward = [buffer.layout.number for buffer in reversed(buffers)]
         self.order = sorted(backward, key=lambda bucket: bucket in rules.tied)
         self.used = [[False] * len(buffer.params) for buffer in buffers]
         self._buffers = list(buffers)

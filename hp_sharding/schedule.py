@@ -24,16 +24,15 @@ from .reduction import Reducer
 from .timeline import Timeline
 from .units import UnitPlan
 
-
 ROOT = 0
 """Index of the unit that is the model itself."""
 
 
 class Place(NamedTuple):
-    """Where a parameter lies: its bucket, its index in it, and its unit."""
+    """Where a parameter lies: its bucket, its slot there, and its unit."""
 
     bucket: int
-    index: int
+    slot: int
     unit: int
 
 
@@ -157,7 +156,7 @@ class Schedule:
 
     def unshard(self) -> list[int]:
         """Gathers every bucket that is not READY. Returns those that were freed, for ``reshard``."""
-        freed = [buffer.layout.index for buffer in self.buffers if buffer.full is None]
+        freed = [buffer.layout.number for buffer in self.buffers if buffer.full is None]
         self.finish_gathers()
         return freed
 
@@ -281,9 +280,9 @@ class Schedule:
         for buffer in self.buffers:
             for index, param in enumerate(buffer.params):
                 unit = units[id(param)]
-                self._places[id(param)] = Place(buffer.layout.index, index, unit)
-                if buffer.layout.index not in self._unit_buckets[unit]:
-                    self._unit_buckets[unit].append(buffer.layout.index)
+                self._places[id(param)] = Place(buffer.layout.number, index, unit)
+                if buffer.layout.number not in self._unit_buckets[unit]:
+                    self._unit_buckets[unit].append(buffer.layout.number)
 
     def _register(self, plan: UnitPlan, params: list[EagerParamBase]) -> None:
         model = plan.units[0].layer
@@ -303,7 +302,7 @@ class Schedule:
         for param in self._sleeping:
             if not param.stop_gradient:
                 place = self._places[id(param)]
-                param._register_backward_hook(_gradient_hook(self, place.bucket, place.index))
+                param._register_backward_hook(_gradient_hook(self, place.bucket, place.slot))
         self._sleeping = [param for param in self._sleeping if param.stop_gradient]
 
 

@@ -138,7 +138,7 @@ def build(
         arena=arena,
         updates=updates,
         config=config,
-        names={entries[slot.param].name: layout.index for layout in layouts for slot in layout.slots},
+        names={entries[slot.param].name: layout.number for layout in layouts for slot in layout.slots},
         timeline=timeline,
     )
     keep_schedule(model, schedule)
@@ -195,7 +195,7 @@ def _plan_layouts(
 
 
 def _tied_buckets(layouts: Sequence[BucketLayout], entries: Sequence[UnitParam]) -> frozenset[int]:
-    return frozenset(layout.index for layout in layouts if any(entries[slot.param].tied for slot in layout.slots))
+    return frozenset(layout.number for layout in layouts if any(entries[slot.param].tied for slot in layout.slots))
 
 
 def _log_layout(layouts: Sequence[BucketLayout], gather: Communicator, config: ShardingConfig) -> None:
@@ -207,7 +207,9 @@ def _log_layout(layouts: Sequence[BucketLayout], gather: Communicator, config: S
         config.stage, gather.nranks, len(layouts), total_mb, config.allgather_overlap, config.reduce_overlap,
     )  # fmt: skip
     for layout in layouts:
-        LOG.debug("bucket %s: %d parameters, %d elements of %s", *layout[1:2], len(layout.slots), layout.numel, layout.dtype)
+        LOG.debug(
+            "bucket %s: %d parameters, %d elements of %s", *layout[1:2], len(layout.slots), layout.numel, layout.dtype
+        )
 
 
 def _allocated_bytes() -> int:
@@ -216,4 +218,3 @@ def _allocated_bytes() -> int:
 
 def _param_bytes(model: nn.Layer) -> int:
     return sum(int(param.size) * param.element_size() for param in model.parameters())
-

@@ -96,7 +96,7 @@ class Timeline:
         All zero where nothing was recorded.
         """
         if not self.steps:
-            return {name: 0.0 for name in ("steps", *StepTimes._fields, "overlap_percent")}
+            return dict.fromkeys(("steps", *StepTimes._fields, "overlap_percent"), 0.0)
         medians = {name: median(getattr(step, name) for step in self.steps) for name in StepTimes._fields}
         busy_ms = medians["gather_ms"] + medians["reduce_ms"]
         hidden = 1 - min(medians["exposed_ms"] / busy_ms, 1.0) if busy_ms else 1.0

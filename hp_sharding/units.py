@@ -55,7 +55,8 @@ def find_units(model: nn.Layer, choice: str | Sequence[type]) -> UnitPlan:
     them. A parameter belongs to the innermost unit around it, else to the root, which is always a unit.
     """
     layers = {id(model)}
-    layers.update(id(layer) for layer in (_auto(model) if choice == "auto" else _of_class(model, tuple(choice))))
+    chosen = _auto(model) if isinstance(choice, str) else _of_class(model, tuple(choice))
+    layers.update(id(layer) for layer in chosen)
     units: list[Unit] = []
     places: list[tuple[str, EagerParamBase, int]] = []
     _collect(model, "", None, _Found(layers, units, places))

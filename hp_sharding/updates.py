@@ -40,7 +40,8 @@ def check_optimizer(optimizer: Any) -> None:
     for kind in kinds:
         if kind in _NOT_ELEMENTWISE:
             raise ConfigError(
-                f"{kind} cannot be sharded by element: it {_NOT_ELEMENTWISE[kind]}. Use one of {', '.join(_ELEMENTWISE)}"
+                f"{kind} cannot be sharded by element: it {_NOT_ELEMENTWISE[kind]}. Use one of "
+                f"{', '.join(_ELEMENTWISE)}"
             )
     if not set(kinds) & set(_ELEMENTWISE):
         raise ConfigError(
@@ -74,7 +75,7 @@ def _clips(optimizer: paddle.optimizer.Optimizer) -> list[Any]:
 class _Part(NamedTuple):
     """One slice that the inner optimizer updates: of which parameter, of which group, with which gradient."""
 
-    index: int
+    slot: int
     group: int
     param: EagerParamBase
     slice: EagerParamBase
@@ -103,7 +104,7 @@ class InnerUpdates:
         self._group_of = {id(param): number for number, group in enumerate(self._groups) for param in group["params"]}
         self._parts: dict[int, list[_Part]] = {}
         self._clipper: NormClipper | None = None
-        self._add_parts([buffer.layout.index for buffer in buffers if not buffer.layout.frozen])
+        self._add_parts([buffer.layout.number for buffer in buffers if not buffer.layout.frozen])
 
     @property
     def clips_by_norm(self) -> bool:
@@ -111,7 +112,7 @@ class InnerUpdates:
         return any(isinstance(clip, _NORM_CLIPS) for clip in _clips(self._inner))
 
     def clip(self) -> None:
-        """Clips all gradients in the arena by the norms that the user asked for. All sums must be final and averaged."""
+        """Clips all gradients in the arena by the norms asked for. All sums must be final and averaged."""
         if self._clipper is not None:
             self._clipper.clip()
 
@@ -127,7 +128,7 @@ class InnerUpdates:
         """Updates the bucket's shard. Parameters that are frozen or never had a gradient are skipped, as by Paddle."""
         by_group: dict[int, list[tuple[EagerParamBase, paddle.Tensor]]] = defaultdict(list)
         for part in self._parts[bucket]:
-            if used[part.index] and not part.param.stop_gradient:
+            if used[part.slot] and not part.param.stop_gradient:
                 if part.slice.stop_gradient:
                     part.slice.stop_gradient = False
                 by_group[part.group].append((part.slice, part.gradient))
@@ -166,7 +167,7 @@ class InnerUpdates:
         self._clipper = self._make_clipper() if self.clips_by_norm else None
 
     def _bucket_parts(self, buffer: FusedCommBuffer) -> list[_Part]:
-        reduced = self._arena.slice(buffer.layout.index)
+        reduced = self._arena.slice(buffer.layout.number)
         parts = []
         for piece in buffer.slices:
             param = buffer.params[piece.param]

@@ -49,7 +49,7 @@ class Listener(Protocol):
         """Fails the outstanding works whose sequence number is above ``limit`` (-1: all of them)."""
 
 
-class Refused(Exception):  # noqa: N818 - not an error of its own: the lane turns it into a CommError that names the work
+class Refused(Exception):
     """A collective may not be entered."""
 
     def __init__(self, cause: Cause) -> None:

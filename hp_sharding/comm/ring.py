@@ -7,7 +7,7 @@ Every sum has one fixed order of terms, so a repeated run gives the same bits.
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from .sums import Adder, Array
 # Gloo gives up on a message after 30 s: a piece must get through in that time on a slow link, several hops behind.
 MAX_PIECE_BYTES = 4 << 20
 _MIN_PIECE_BYTES = 256 << 10
-_PIECES_PER_CHUNK = 4
+_PIECES_PER_CHUNK = 3
 # Up to here a collective takes no longer on the wire than it takes to wake a thread.
 SMALL_BYTES = 32 << 10
 # One being received, one being added up, one being sent, one to spare.
@@ -63,23 +63,26 @@ class Ring:
         assert nranks > 1
         self.rank = rank
         self.nranks = nranks
-        self._links = links
-        self._scratch = Scratch()
+        self.links = links
+        self.scratch = Scratch()
 
     def all_gather(self, data: Bytes, chunks: list[Span]) -> None:
         """Fills in the other ranks' chunks. ``chunks[r]`` is rank r's range of bytes; this rank's own is in place."""
         if sum(chunk.numel for chunk in chunks) <= SMALL_BYTES:
             for step in range(self.nranks - 1):
-                self._swap(data, chunks[self._at(-step)], chunks[self._at(-step - 1)])
+                outgoing, incoming = chunks[self.at(-step)], chunks[self.at(-step - 1)]
+                self.swap(data[outgoing.start : outgoing.stop], data[incoming.start : incoming.stop])
             return
         transfers: list[Transfer] = []
         arrived: list[Transfer | None] = [None] * len(_pieces(chunks[self.rank], 1))
         for step in range(self.nranks - 1):
             # What came in the last step goes on as soon as it is there.
-            for piece, after in zip(_pieces(chunks[self._at(-step)], 1), arrived, strict=True):
-                transfers.append(self._links.start_send(data[piece.start : piece.stop], after))
-            incoming = _pieces(chunks[self._at(-step - 1)], 1)
-            receives = [self._links.start_recv(data[piece.start : piece.stop]) for piece in incoming]
+            for piece, after in zip(_pieces(chunks[self.at(-step)], 1), arrived, strict=True):
+                transfers.append(self.links.start_send(data[piece.start : piece.stop], after))
+            receives = [
+                self.links.start_recv(data[piece.start : piece.stop])
+                for piece in _pieces(chunks[self.at(-step - 1)], 1)
+            ]
             transfers += receives
             arrived = list(receives)
         _wait_all(transfers)
@@ -90,18 +93,18 @@ class Ring:
         is_first, is_last = distance == 0, distance == self.nranks - 1
         if len(data) <= SMALL_BYTES:
             if not is_first:
-                self._links.recv(data)
+                self.links.recv(data)
             if not is_last:
-                self._links.send(data)
+                self.links.send(data)
             return
         transfers: list[Transfer] = []
         for piece in _pieces(Span(0, len(data)), 1):
             part = data[piece.start : piece.stop]
-            arrived = None if is_first else self._links.start_recv(part)
+            arrived = None if is_first else self.links.start_recv(part)
             if arrived is not None:
                 transfers.append(arrived)
             if not is_last:
-                transfers.append(self._links.start_send(part, arrived))
+                transfers.append(self.links.start_send(part, arrived))
         _wait_all(transfers)
 
     def reduce_scatter(
@@ -118,7 +121,9 @@ class Ring:
             adder: sums of this element type.
             accumulate: add the sum to what ``output`` holds.
         """
-        _ReduceScatter(self, output, data, chunks, adder, accumulate).run()
+        task = _ReduceScatter(self, output, data, chunks, adder)
+        task.accumulate = accumulate
+        task.run()
 
     def all_reduce(self, data: Array, adder: Adder) -> None:
         """Replaces stored elements by their sum over ranks, the same bits on every rank."""
@@ -136,7 +141,7 @@ class Ring:
     def _all_reduce_small(self, data: Array, adder: Adder) -> None:
         """Half the steps of the ring: everybody gets everything and adds it up in the order of the ranks."""
         nbytes = data.nbytes
-        everything = self._scratch.take("small", nbytes * self.nranks)
+        everything = self.scratch.take("small", nbytes * self.nranks)
         everything[self.rank * nbytes : (self.rank + 1) * nbytes] = data.view(np.uint8)
         self.all_gather(everything, [Span(rank * nbytes, (rank + 1) * nbytes) for rank in range(self.nranks)])
         terms = adder.stored(everything).reshape(self.nranks, -1)
@@ -146,33 +151,23 @@ class Ring:
             adder.add_to_partial(partial, term)
         adder.store(data, partial, accumulate=False)
 
-    def _swap(self, data: Bytes, outgoing: Span, incoming: Span) -> None:
+    def swap(self, outgoing: Bytes, incoming: Bytes) -> None:
         """Sends and receives in this thread. A send ends only when its partner receives, so neighbours take turns."""
-        if self.rank % 2 == 0:
-            self._send_part(data, outgoing)
-            self._recv_part(data, incoming)
-        else:
-            self._recv_part(data, incoming)
-            self._send_part(data, outgoing)
+        both = ((self.links.send, outgoing), (self.links.recv, incoming))
+        for move, data in both if self.rank % 2 == 0 else both[::-1]:
+            if len(data) > 0:
+                move(data)
 
-    def _send_part(self, data: Bytes, part: Span) -> None:
-        if part.numel > 0:
-            self._links.send(data[part.start : part.stop])
-
-    def _recv_part(self, data: Bytes, part: Span) -> None:
-        if part.numel > 0:
-            self._links.recv(data[part.start : part.stop])
-
-    def _at(self, distance: int) -> int:
+    def at(self, distance: int) -> int:
+        """The index of the rank so many places further on."""
         return (self.rank + distance) % self.nranks
 
 
-class _Step(NamedTuple):
-    """One piece of one step of a reduce-scatter."""
+class _Item(NamedTuple):
+    """A piece that comes in, in one step of a reduce-scatter; or, where ``step`` is -1, one of this rank's to send."""
 
     piece: Span
-    is_first: bool
-    is_last: bool
+    step: int
 
 
 class _ReduceScatter:
@@ -182,17 +177,16 @@ class _ReduceScatter:
     comes in the last step is its own. The first step carries stored elements, later ones partial sums.
     """
 
-    def __init__(
-        self, ring: Ring, output: Array, data: Array, chunks: list[Span], adder: Adder, accumulate: bool
-    ) -> None:
+    def __init__(self, ring: Ring, output: Array, data: Array, chunks: list[Span], adder: Adder) -> None:
         self._ring = ring
-        self._links = ring._links
+        self._links = ring.links
         self._output = output
         self._data = data
         self._chunks = chunks
         self._adder = adder
-        self._accumulate = accumulate
+        self._last_step = ring.nranks - 2
         self._piece_numel = 0
+        self.accumulate = False
 
     def run(self) -> None:
         if self._data.nbytes <= SMALL_BYTES:
@@ -201,101 +195,96 @@ class _ReduceScatter:
             self._run_in_pieces()
 
     def _run_in_pieces(self) -> None:
-        steps = self._incoming()
-        self._piece_numel = max((step.piece.numel for step in steps), default=0)
-        sends = [self._links.start_send(_bytes(self._part(piece))) for piece in self._pieces_of(-1)]
-        # The slot of a piece is free again when its send is over (or, in the last step, when it has been added).
+        program = self._program()
+        incoming = [item for item in program if item.step >= 0]
+        self._piece_numel = max((item.piece.numel for item in program), default=0)
+        sends: list[Transfer] = []
+        # A slot is free again when the sum in it has been sent on, or, in the last step, stored.
         freed: deque[Transfer | None] = deque([None] * _NSLOTS)
         receives: deque[Transfer] = deque()
-        nposted = 0
-        for index, step in enumerate(steps):
-            while nposted < len(steps) and nposted < index + _NSLOTS - 1:
-                slot = self._slot(nposted, steps[nposted])
+        ntaken = nposted = 0
+        for item in program:
+            if item.step < 0:
+                sends.append(self._links.start_send(_bytes(self._part(item.piece))))
+                continue
+            while nposted < min(len(incoming), ntaken + _NSLOTS - 1):
+                slot = self._slot(nposted, incoming[nposted])
                 receives.append(self._links.start_recv(_bytes(slot), freed.popleft()))
                 nposted += 1
             receives.popleft().wait()
-            freed.append(self._take_in(self._slot(index, step), index, step))
-            if freed[-1] is not None:
-                sends.append(freed[-1])
+            partial = self._take_in(ntaken, item)
+            send = None if item.step == self._last_step else self._links.start_send(_bytes(partial))
+            freed.append(send)
+            if send is not None:
+                sends.append(send)
+            ntaken += 1
         _wait_all(sends)
 
-    def _take_in(self, received: Array, index: int, step: _Step) -> Transfer | None:
-        """Adds this rank's part to a piece that came; sends it on, or stores it if it is this rank's own."""
-        partial = received
-        own = self._part(step.piece)
-        if step.is_last and not self._adder.widens and not self._accumulate:
-            start = step.piece.start - self._chunks[self._ring.rank].start
-            np.add(received, own, out=self._output[start : start + len(received)])
-            return None
-        if step.is_first:
-            partial = self._partial(index, step)
-            self._adder.add_stored(partial, received, own)
-        else:
-            self._adder.add_to_partial(partial, own)
-        if not step.is_last:
-            return self._links.start_send(_bytes(partial))
-        start = step.piece.start - self._chunks[self._ring.rank].start
-        self._adder.store(self._output[start : start + len(partial)], partial, accumulate=self._accumulate)
-        return None
+    def _program(self) -> list[_Item]:
+        """What this rank does, in order. All ranks' orders fit together.
+
+        The chunks go round in blocks of a few pieces each, fewer than there are slots: with as many, every rank could
+        wait for the next one to free a slot. A block's own pieces are sent off before the last step of the block
+        before, in which nothing is sent on.
+        """
+        block_npieces = _NSLOTS - 1
+        nblocks = -(-max(len(self._pieces_of(rank)) for rank in range(self._ring.nranks)) // block_npieces)
+        program: list[_Item] = []
+        for block in range(-1, nblocks):
+            for step in range(self._last_step + 1):
+                if step == self._last_step:
+                    program += self._block(self._ring.at(-1), -1, (block + 1) * block_npieces)
+                if block >= 0:
+                    program += self._block(self._ring.at(-step - 2), step, block * block_npieces)
+        return program
+
+    def _block(self, chunk: int, step: int, start: int) -> list[_Item]:
+        return [_Item(piece, step) for piece in self._pieces_of(chunk)[start : start + _NSLOTS - 1]]
 
     def _run_small(self) -> None:
         """Without threads: step by step in this one."""
         self._piece_numel = max(chunk.numel for chunk in self._chunks)
-        outgoing: Array = self._part(self._chunks[self._ring._at(-1)])
-        for number in range(self._ring.nranks - 1):
-            step = self._step(self._chunks[self._ring._at(-number - 2)], number)
-            received = self._slot(2 * number, step)
-            self._swap(outgoing, received)
-            outgoing = self._take_in_small(received, 2 * number, step)
+        outgoing: Array = self._part(self._chunks[self._ring.at(-1)])
+        for step in range(self._last_step + 1):
+            item = _Item(self._chunks[self._ring.at(-step - 2)], step)
+            # Every other slot: the one before is still being sent.
+            received = self._slot(step % 2, item)
+            self._ring.swap(_bytes(outgoing), _bytes(received))
+            outgoing = self._take_in(step % 2, item)
 
-    def _take_in_small(self, received: Array, index: int, step: _Step) -> Array:
-        own = self._part(step.piece)
+    def _take_in(self, index: int, item: _Item) -> Array:
+        """Adds this rank's part to a piece that came; stores the sum if it is this rank's own. Returns the sum."""
+        received, own = self._slot(index, item), self._part(item.piece)
+        start = item.piece.start - self._chunks[self._ring.rank].start
+        is_last = item.step == self._last_step
+        if is_last and not self._adder.widens and not self.accumulate:
+            return np.add(received, own, out=self._output[start : start + len(own)])
         partial = received
-        if step.is_first:
-            partial = self._partial(index, step)
+        if item.step == 0:
+            partial = self._take(f"partial{index % _NSLOTS}", item.piece.numel, self._adder.partial)
             self._adder.add_stored(partial, received, own)
         else:
             self._adder.add_to_partial(partial, own)
-        if step.is_last:
-            self._adder.store(self._output, partial, accumulate=self._accumulate)
+        if is_last:
+            self._adder.store(self._output[start : start + len(own)], partial, accumulate=self.accumulate)
         return partial
 
-    def _swap(self, outgoing: Array, incoming: Array) -> None:
-        both = ((self._links.send, outgoing), (self._links.recv, incoming))
-        for move, part in both if self._ring.rank % 2 == 0 else both[::-1]:
-            if len(part) > 0:
-                move(_bytes(part))
-
-    def _incoming(self) -> list[_Step]:
-        return [
-            self._step(piece, number)
-            for number in range(self._ring.nranks - 1)
-            for piece in self._pieces_of(-number - 2)
-        ]
-
-    def _step(self, piece: Span, number: int) -> _Step:
-        return _Step(piece, is_first=number == 0, is_last=number == self._ring.nranks - 2)
-
-    def _pieces_of(self, distance: int) -> list[Span]:
-        return _pieces(self._chunks[self._ring._at(distance)], self._adder.partial.itemsize)
+    def _pieces_of(self, chunk: int) -> list[Span]:
+        return _pieces(self._chunks[chunk], self._adder.partial.itemsize)
 
     def _part(self, piece: Span) -> Array:
         return self._data[piece.start : piece.stop]
 
-    def _slot(self, index: int, step: _Step) -> Array:
-        """Where a piece is received: as partial sums, or as stored elements in the first step."""
-        dtype = self._adder.element.storage if step.is_first else self._adder.partial
-        name = f"stored{index % _NSLOTS}" if step.is_first and self._adder.widens else f"partial{index % _NSLOTS}"
-        return self._take(name, step.piece.numel, dtype.itemsize).view(dtype)
+    def _slot(self, index: int, item: _Item) -> Array:
+        """Where a piece is received: as stored elements in the first step, as partial sums later."""
+        if item.step == 0 and self._adder.widens:
+            return self._take(f"stored{index % _NSLOTS}", item.piece.numel, self._adder.element.storage)
+        return self._take(f"partial{index % _NSLOTS}", item.piece.numel, self._adder.partial)
 
-    def _partial(self, index: int, step: _Step) -> Array:
-        """Where the sum of the first step goes: over what was received, unless that is of another type."""
-        name = f"partial{index % _NSLOTS}"
-        return self._take(name, step.piece.numel, self._adder.partial.itemsize).view(self._adder.partial)
-
-    def _take(self, name: str, numel: int, item_bytes: int) -> Bytes:
-        # Take the largest piece's worth each time: a slot must not move while a transfer uses it.
-        return self._ring._scratch.take(name, self._piece_numel * item_bytes)[: numel * item_bytes]
+    def _take(self, name: str, numel: int, dtype: np.dtype[Any]) -> Array:
+        # The largest piece's worth each time: a slot must not move while a transfer uses it.
+        memory = self._ring.scratch.take(name, self._piece_numel * dtype.itemsize)
+        return memory.view(dtype)[:numel]
 
 
 def even_chunks(numel: int, nranks: int) -> list[Span]:

@@ -37,7 +37,7 @@ class Adder:
         return data.view(self.element.storage)
 
     def add_stored(self, out: Array, first: Array, second: Array) -> None:
-        """out (partial) = first (stored) + second (stored)."""
+        """Out (partial) = first (stored) + second (stored)."""
         if not self.widens:
             np.add(first, second, out=out)
             return
@@ -45,7 +45,7 @@ class Adder:
             np.add(self._widen(first[block]), self._widen(second[block]), out=out[block])
 
     def add_to_partial(self, partial: Array, stored: Array) -> None:
-        """partial += stored."""
+        """Partial += stored."""
         if not self.widens:
             np.add(partial, stored, out=partial)
             return
@@ -53,7 +53,7 @@ class Adder:
             np.add(partial[block], self._widen(stored[block]), out=partial[block])
 
     def store(self, out: Array, partial: Array, *, accumulate: bool) -> None:
-        """out (stored) = partial, or out + partial, rounded once. May overwrite ``partial``."""
+        """Out (stored) = partial, or out + partial, rounded once. May overwrite ``partial``."""
         if accumulate:
             self.add_to_partial(partial, out)
         if not self.widens:

@@ -27,14 +27,15 @@ from typing import TYPE_CHECKING, Any
 
 import paddle.distributed.fleet as _paddle_fleet
 
-from hp_sharding.fleet.session import Session
-from hp_sharding.fleet.strategy import DistributedStrategy, sharding_config
+from .session import Session
+from .strategy import DistributedStrategy, sharding_config
 
 if TYPE_CHECKING:
     import paddle
     from paddle.distributed.fleet import DistributedStrategy as PaddleStrategy
 
-    from hp_sharding.optimizer import ShardedOptimizer
+    from ..optimizer import ShardedOptimizer
+    from ..plain import PlainOptimizer
 
 __all__ = [
     "DistributedStrategy",
@@ -93,7 +94,7 @@ def distributed_model(model: paddle.nn.Layer) -> paddle.nn.Layer:
 
 def distributed_optimizer(
     optimizer: paddle.optimizer.Optimizer, strategy: PaddleStrategy | None = None
-) -> ShardedOptimizer:
+) -> ShardedOptimizer | PlainOptimizer:
     """Shards ``optimizer`` and the wrapped model that owns its parameters; of several models it finds the right one.
 
     Args:

@@ -16,13 +16,16 @@ import paddle.distributed.fleet.base.topology as paddle_topology
 from paddle.distributed.fleet import DistributedStrategy as PaddleStrategy
 from paddle.distributed.fleet.base.role_maker import RoleMakerBase
 
-from hp_sharding.broadcast import broadcast_state, check_state_exists
-from hp_sharding.config import ShardingConfig
-from hp_sharding.errors import ConfigError
-from hp_sharding.fleet.strategy import Degrees, resolve_degrees, sharding_config, with_degrees
+from ..broadcast import broadcast_state, check_state_exists
+from ..comm import collision_free_groups, create_communicators
+from ..config import ShardingConfig
+from ..errors import ConfigError
+from ..sharding import shard
+from .strategy import Degrees, resolve_degrees, sharding_config, with_degrees
 
 if TYPE_CHECKING:
-    from hp_sharding.optimizer import ShardedOptimizer
+    from ..optimizer import ShardedOptimizer
+    from ..plain import PlainOptimizer
 
 _LOGGER = logging.getLogger("hp_sharding")
 
@@ -77,13 +80,14 @@ class Session:
         self._models.append(weakref.ref(model))
         return model
 
-    def distributed_optimizer(self, optimizer: Any, strategy: PaddleStrategy | None = None) -> ShardedOptimizer:
+    def distributed_optimizer(
+        self, optimizer: Any, strategy: PaddleStrategy | None = None
+    ) -> ShardedOptimizer | PlainOptimizer:
         """See ``hp_sharding.fleet.distributed_optimizer``."""
         settings = self._require_init("distributed_optimizer")
         config = settings.config if strategy is None else _other_config(strategy, settings)
         self._check_new_optimizer(optimizer)
         model = self._model_of(optimizer, config)
-        from hp_sharding.sharding import shard
 
         sharded = shard(
             model, optimizer, config=config, shard_group=list(range(settings.degrees.sharding)), replicate_group=None
@@ -195,8 +199,6 @@ def _check_backend(world: int) -> None:
 
 def _init_paddle(role_maker: Any, strategy: PaddleStrategy, degrees: Degrees, log_level: int | str) -> None:
     """Paddle's ``fleet.init``, in one process and a second time too, with groups that cannot collide."""
-    from hp_sharding.comm import collision_free_groups
-
     groups = paddle_topology._HYBRID_PARALLEL_GROUP
     if groups is not None and _degrees_of(groups) != degrees:
         # Paddle keeps the first groups whatever is asked for later, and its samplers would then split the data by them.
@@ -229,8 +231,6 @@ def _other_config(strategy: PaddleStrategy, settings: _Settings) -> ShardingConf
 
 
 def _broadcast(model: paddle.nn.Layer, settings: _Settings) -> None:
-    from hp_sharding.comm import create_communicators
-
     lanes = create_communicators(
         tuple(range(settings.world)), lanes=("broadcast",), timeout_s=settings.config.timeout_s
     )

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from paddle.distributed.fleet import DistributedStrategy as PaddleStrategy
 
-from hp_sharding.config import ShardingConfig
-from hp_sharding.errors import ConfigError
+from ..config import ShardingConfig
+from ..errors import ConfigError
 
 _FLAG = "hp_sharding_configs"
 _PADDLE_TABLE = 'hybrid_configs["sharding_configs"]'

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import sys
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,9 +39,7 @@ def inits(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Degrees and backend of every start of Paddle's environment, none of which happens."""
     calls: list[Any] = []
     monkeypatch.setattr(session_module, "_init_paddle", lambda *args: calls.append(args))
-    stub = types.ModuleType("hp_sharding.optimizer")
-    stub.shard = _Sharded  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "hp_sharding.optimizer", stub)
+    monkeypatch.setattr(session_module, "shard", _Sharded)
     return calls
 
 
@@ -102,7 +98,7 @@ class TestInit:
                 f"init {arguments['is_collective']} {arguments['strategy'].hybrid_configs['sharding_degree']}"
             )
 
-        monkeypatch.setattr("hp_sharding.comm.collision_free_groups", apart, raising=False)
+        monkeypatch.setattr(session_module, "collision_free_groups", apart)
         monkeypatch.setattr(paddle_fleet, "init", paddle_init)
         Session().init(strategy=_strategy())
         assert events == ["enter", "init True 1", "leave"]
@@ -273,7 +269,7 @@ class TestDistributedOptimizer:
         model = session.distributed_model(paddle.nn.Linear(2, 2))
         optimizer = _sgd(model)
         with monkeypatch.context() as context:
-            context.setattr(sys.modules["hp_sharding.optimizer"], "shard", refuse)
+            context.setattr(session_module, "shard", refuse)
             with pytest.raises(ConfigError, match="refused"):
                 session.distributed_optimizer(optimizer)
         session.distributed_optimizer(optimizer)
