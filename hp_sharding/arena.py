@@ -69,7 +69,7 @@ class GradientArena:
                 self.slice(index).scale_(1.0 / self._divisor)
 
     def zero_unsummed(self) -> None:
-        """Zeros for the buckets that hold no sum: a norm over everything, or an update without a backward, reads them."""
+        """Zeros for the buckets that hold no sum: a norm over everything reads them, and a step without a backward."""
         for index, layout in enumerate(self._layouts):
             if self._dirty[index] and not self._holds[index]:
                 self._slices[layout.number].zero_()

@@ -19,11 +19,14 @@ from paddle.base import core
 class BackwardListener(Protocol):
     """What a wrapped model is told; all three only for the outermost backward, on the thread that runs it."""
 
-    def begin_backward(self) -> None: ...
+    def begin_backward(self) -> None:
+        """Before it starts."""
 
-    def end_backward(self) -> None: ...
+    def end_backward(self) -> None:
+        """All gradients are in."""
 
-    def abort_backward(self) -> None: ...
+    def abort_backward(self) -> None:
+        """It raised, or what was told of it did."""
 
 
 class _State(threading.local):
@@ -57,7 +60,8 @@ def _detach(key: int) -> None:
     global _original
     _listeners.pop(key, None)
     # Where somebody else has wrapped our wrapper meanwhile, it has to stay, and only passes calls on.
-    if not _listeners and not _state.depth and core.eager.run_backward is _run_backward:
+    ours = core.eager.run_backward is _run_backward
+    if ours and not _listeners and not in_backward():
         core.eager.run_backward, _original = _original, None
 
 
@@ -72,11 +76,16 @@ def keep_error(error: BaseException) -> None:
         _state.error = error
 
 
+def _take_error() -> BaseException | None:
+    error, _state.error = _state.error, None
+    return error
+
+
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
     if _state.depth > 0:
         return _nested(args, kwargs)
     listeners = [listener for reference in list(_listeners.values()) if (listener := reference()) is not None]
-    _state.error = None
+    _take_error()
     try:
         for listener in listeners:
             listener.begin_backward()
@@ -86,7 +95,7 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
     except BaseException as error:
         for listener in listeners:
             listener.abort_backward()
-        kept, _state.error = _state.error, None
+        kept = _take_error()
         if kept is not None and kept is not error:
             raise kept from None
         raise

@@ -86,6 +86,7 @@ class FusedCommBuffer:
 
     @property
     def name(self) -> str:
+        """Name for people, as in errors and in the timeline."""
         return self.layout.name
 
     @property

@@ -52,76 +52,21 @@ class GuardedParameter(EagerParamBase):
 
 
 _WRITES = frozenset(("set_value", "copy_", "zero_", "fill_", "__setitem__", "_clear", "get_tensor", "value"))
-_METADATA = frozenset(
-    (
-        "clear_grad", "clear_gradient", "dim", "element_size", "gradient", "is_dense", "is_dist",
-        "is_floating_point", "is_integer", "is_complex", "is_leaf", "is_same_shape", "is_selected_rows", "is_sparse",
-        "is_sparse_coo", "is_sparse_csr", "is_tensor", "is_contiguous", "is_tensor", "ndimension", "nelement", "rank",
-        "register_hook", "retain_grads", "size", "get_strides", "strides", "stride", "get_shape", "data_ptr",
-        "offset", "requires_grad_", "backward", "apply_", "num_shard", "get_map_tensor", "get_selected_rows",
-    )
+_METADATA = (
+    "clear_grad", "clear_gradient", "dim", "element_size", "gradient", "is_dense", "is_dist",
+    "is_floating_point", "is_integer", "is_complex", "is_leaf", "is_same_shape", "is_selected_rows",
+    "is_sparse", "is_sparse_coo", "is_sparse_csr", "is_tensor", "is_contiguous", "ndimension", "nelement",
+    "rank", "register_hook", "retain_grads", "size", "get_strides", "strides", "stride", "get_shape",
+    "data_ptr", "offset", "requires_grad_", "backward", "apply_", "num_shard", "get_map_tensor",
+    "get_selected_rows",
 )  # fmt: skip
-_VALUE_DUNDERS = [
-    "__array__",
-    "__dlpack__",
-    "__getitem__",
-    "__setitem__",
-    "__iter__",
-    "__float__",
-    "__int__",
-    "__long__",
-    "__index__",
-    "__bool__",
-    "__nonzero__",
-    "__complex__",
-    "__deepcopy__",
-    "__reduce__",
-    "__reduce_ex__",
-    "__str__",
-    "__repr__",
-    "__format__",
-    "__contains__",
-    "__add__",
-    "__radd__",
-    "__iadd__",
-    "__sub__",
-    "__rsub__",
-    "__isub__",
-    "__mul__",
-    "__rmul__",
-    "__imul__",
-    "__truediv__",
-    "__rtruediv__",
-    "__itruediv__",
-    "__div__",
-    "__rdiv__",
-    "__floordiv__",
-    "__rfloordiv__",
-    "__mod__",
-    "__rmod__",
-    "__pow__",
-    "__rpow__",
-    "__matmul__",
-    "__rmatmul__",
-    "__neg__",
-    "__abs__",
-    "__eq__",
-    "__ne__",
-    "__lt__",
-    "__le__",
-    "__gt__",
-    "__ge__",
-    "__and__",
-    "__or__",
-    "__xor__",
-    "__invert__",
-    "__rand__",
-    "__ror__",
-    "__rxor__",
-    "__lshift__",
-    "__rshift__",
-    "__pos__",
-]
+_VALUE_OPERATORS = (
+    "array", "dlpack", "getitem", "setitem", "iter", "float", "int", "long", "index", "bool", "nonzero",
+    "complex", "deepcopy", "reduce", "reduce_ex", "str", "repr", "format", "contains", "add", "radd", "iadd",
+    "sub", "rsub", "isub", "mul", "rmul", "imul", "truediv", "rtruediv", "itruediv", "div", "rdiv", "floordiv",
+    "rfloordiv", "mod", "rmod", "pow", "rpow", "matmul", "rmatmul", "neg", "abs", "eq", "ne", "lt", "le", "gt",
+    "ge", "and", "or", "xor", "invert", "rand", "ror", "rxor", "lshift", "rshift", "pos",
+)  # fmt: skip
 
 
 def _guarded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,7 +91,8 @@ def _fill_in() -> None:
     for name in dir(EagerParamBase):
         method = getattr(EagerParamBase, name, None)
         public = not name.startswith("_") and name not in _METADATA
-        if callable(method) and not isinstance(method, type) and (public or name in _VALUE_DUNDERS):
+        operator = name.startswith("__") and name.strip("_") in _VALUE_OPERATORS
+        if callable(method) and not isinstance(method, type) and (public or operator):
             setattr(GuardedParameter, name, _guarded(name, method))
     for name in ("T", "mT", "data"):
         view = getattr(EagerParamBase, name)

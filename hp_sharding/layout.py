@@ -47,6 +47,7 @@ class Slot(NamedTuple):
 
     @property
     def end_numel(self) -> int:
+        """The first element behind it."""
         return self.offset_numel + self.numel
 
 
@@ -82,10 +83,12 @@ class BucketLayout(NamedTuple):
 
     @property
     def shard_numel(self) -> int:
+        """Elements of one rank's shard."""
         return self.numel // self.nranks
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the whole bucket with padding."""
         return self.numel * self.itemsize
 
     def gaps(self) -> list[tuple[int, int]]:
@@ -240,6 +243,7 @@ class ModelStateBytes(NamedTuple):
 
     @property
     def total(self) -> int:
+        """All parts together."""
         return sum(self)
 
 

@@ -157,7 +157,7 @@ class ShardedOptimizer:
         return full._slice(slot.offset_numel, slot.end_numel).clone().reshape(param.shape)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the optimizer state, flat slices by parameter name, and the layout they belong to."""
+        """Returns this rank's optimizer state: flat slices by parameter name, and the layout they belong to."""
         return {**self._inner_opt.state_dict(), _LAYOUT_KEY: self._layout_id()}
 
     def set_state_dict(self, state_dict: dict[str, Any]) -> None:

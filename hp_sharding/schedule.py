@@ -82,6 +82,7 @@ class Schedule:
 
     @property
     def model(self) -> nn.Layer | None:
+        """The wrapped model; None once it is gone."""
         return self._model()
 
     # -- forward -------------------------------------------------------------------------------------------------
@@ -231,10 +232,12 @@ class Schedule:
     # -- backward.BackwardListener -------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
+        """Part of ``backward.BackwardListener``."""
         self._wake()
         self.reducer.begin_backward()
 
     def end_backward(self) -> None:
+        """Part of ``backward.BackwardListener``."""
         # Gathers that no layer asked for on this rank: other ranks may have started them.
         self.start_gathers()
         self._entries = [0] * len(self._entries)
@@ -243,6 +246,7 @@ class Schedule:
         self.reducer.end_backward()
 
     def abort_backward(self) -> None:
+        """Part of ``backward.BackwardListener``."""
         self.reducer.abort_backward()
 
     # -- steps ---------------------------------------------------------------------------------------------------

@@ -109,6 +109,9 @@ def build(
     """``shard`` over communicators that exist, also over a group of one: checks and broadcasts nothing.
 
     Args:
+        model: see ``shard``.
+        optimizer: see ``shard``.
+        config: see ``shard``.
         lanes: a Communicator for each name in ``LANES``.
         pool: where freed storage goes; None for a pool of its own.
     """
@@ -207,9 +210,8 @@ def _log_layout(layouts: Sequence[BucketLayout], gather: Communicator, config: S
         config.stage, gather.nranks, len(layouts), total_mb, config.allgather_overlap, config.reduce_overlap,
     )  # fmt: skip
     for layout in layouts:
-        LOG.debug(
-            "bucket %s: %d parameters, %d elements of %s", *layout[1:2], len(layout.slots), layout.numel, layout.dtype
-        )
+        name, dtype = layout.name, layout.dtype
+        LOG.debug("bucket %s: %d parameters, %d elements of %s", name, len(layout.slots), layout.numel, dtype)
 
 
 def _allocated_bytes() -> int:

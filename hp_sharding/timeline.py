@@ -26,6 +26,7 @@ class Span(NamedTuple):
 
     @property
     def duration_ms(self) -> float:
+        """Length in milliseconds."""
         return (self.end_s - self.start_s) * 1e3
 
 
@@ -106,7 +107,8 @@ class Timeline:
         done = [work for work in self._works if work.done() and work.start_s is not None and work.end_s is not None]
         self._works = [work for work in self._works if not work.done()]
         for work in done:
-            assert work.start_s is not None and work.end_s is not None
+            assert work.start_s is not None
+            assert work.end_s is not None
             yield Span(work.lane, work.label, work.start_s, work.end_s, work.nbytes)
 
 

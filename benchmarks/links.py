@@ -1,0 +1,214 @@
+"""Networks of a known speed on one machine.
+
+``shaped(nhosts)`` makes one network namespace a host, joined by a bridge; each end of each cable lets through
+``rate_mbit`` in each direction. It needs root and the ``ip`` and ``tc`` commands, and takes everything away at the end.
+``loopback(nhosts)`` gives hosts of the same form that share the machine's own loopback, at whatever speed that has.
+
+Try it: ``python -m benchmarks.links`` says whether shaped links work here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+RATE_MBIT = 1000
+_BURST_KB = 256
+_LATENCY_MS = 100
+_SUBNET = "10.213.77"
+# Ethernet, IP and TCP headers with time stamps take 66 + 24 of every 1514 + 24 bytes on a real cable; the shaper counts
+# the frame without preamble, checksum and gap.
+PAYLOAD_SHARE = 1448 / 1514
+
+
+@dataclass(frozen=True)
+class Host:
+    """A place where ranks run: a namespace with one shaped interface, or the machine itself.
+
+    Attributes:
+        name: the namespace, None for the machine itself.
+        address: IPv4 address at which the other hosts reach it.
+        interface: what Gloo is to use.
+    """
+
+    name: str | None
+    address: str
+    interface: str
+
+    def command(self, argv: Sequence[str], *, core: int | None = None) -> list[str]:
+        """The command line that runs ``argv`` here, on one core if ``core`` says which."""
+        prefix = ["ip", "netns", "exec", self.name] if self.name else []
+        pin = ["taskset", "-c", str(core)] if core is not None and shutil.which("taskset") else []
+        return [*prefix, *pin, *argv]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one rank runs.
+
+    Attributes:
+        host: its host.
+        core: the CPU core it is tied to, None for any.
+    """
+
+    host: Host
+    core: int | None = None
+
+
+def available() -> str | None:
+    """None if shaped links can be made, else the reason why not."""
+    if os.geteuid() != 0:
+        return "shaped links need root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"shaped links need the command {' and '.join(missing)} (package iproute2)"
+    try:
+        with shaped(1):
+            return None
+    except subprocess.CalledProcessError as error:
+        return f"{' '.join(error.cmd)}: {error.stderr.strip()}"
+
+
+@contextlib.contextmanager
+def shaped(nhosts: int, *, rate_mbit: int = RATE_MBIT) -> Iterator[list[Host]]:
+    """Makes ``nhosts`` namespaces joined by a bridge, each with a link of ``rate_mbit`` Mbit/s in each direction.
+
+    Raises:
+        subprocess.CalledProcessError: the machine does not allow it; ``available()`` says so beforehand.
+    """
+    prefix = f"hps-{secrets.token_hex(3)}"
+    switch = f"{prefix}-switch"
+    hosts = [Host(f"{prefix}-{index}", f"{_SUBNET}.{index + 1}", "eth0") for index in range(nhosts)]
+    made: list[str] = []
+    try:
+        for name in (switch, *(str(host.name) for host in hosts)):
+            _ip("netns", "add", name)
+            made.append(name)
+        _ip("-n", switch, "link", "add", "bridge0", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge0", "up")
+        for index, host in enumerate(hosts):
+            _join(switch, f"port{index}", host, rate_mbit)
+        yield hosts
+    finally:
+        # The interfaces and the bridge go with their namespaces.
+        for name in reversed(made):
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+@contextlib.contextmanager
+def loopback(nhosts: int) -> Iterator[list[Host]]:
+    """Hosts that are all this machine itself, so that a benchmark runs without root."""
+    yield [Host(None, "127.0.0.1", "lo")] * nhosts
+
+
+def _join(switch: str, port: str, host: Host, rate_mbit: int) -> None:
+    name = str(host.name)
+    _ip("link", "add", host.interface, "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
+    _ip("-n", switch, "link", "set", port, "master", "bridge0")
+    _ip("-n", switch, "link", "set", port, "up")
+    _ip("-n", name, "address", "add", f"{host.address}/24", "dev", host.interface)
+    _ip("-n", name, "link", "set", host.interface, "up")
+    _ip("-n", name, "link", "set", "lo", "up")
+    for namespace, interface in ((name, host.interface), (switch, port)):
+        _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", *_shape(rate_mbit))
+
+
+def _shape(rate_mbit: int) -> list[str]:
+    return ["rate", f"{rate_mbit}mbit", "burst", f"{_BURST_KB}kb", "latency", f"{_LATENCY_MS}ms"]
+
+
+def _ip(*args: str) -> None:
+    _run("ip", *args)
+
+
+def _run(*argv: str) -> None:
+    subprocess.run(argv, check=True, capture_output=True, text=True)
+
+
+def seats(hosts: Sequence[Host], nranks: int) -> list[Seat]:
+    """Deals ranks out to hosts and cores in turn: as many to each as it takes."""
+    cores = sorted(os.sched_getaffinity(0))
+    return [Seat(hosts[rank % len(hosts)], cores[rank % len(cores)]) for rank in range(nranks)]
+
+
+def rank_environments(seating: Sequence[Seat]) -> list[dict[str, str]]:
+    """What ``paddle.distributed.launch --backend gloo`` would set for each rank. Fresh ports every time."""
+    first_port = _free_port_range(len(seating))
+    endpoints = [f"{seat.host.address}:{first_port + rank}" for rank, seat in enumerate(seating)]
+    return [
+        {
+            "PADDLE_TRAINER_ID": str(rank),
+            "PADDLE_TRAINERS_NUM": str(len(seating)),
+            "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+            "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
+            "PADDLE_MASTER": endpoints[0],
+            "PADDLE_LOCAL_RANK": str(rank),
+            "PADDLE_RANK_IN_NODE": str(rank),
+            "PADDLE_DISTRI_BACKEND": "gloo",
+            "GLOO_SOCKET_IFNAME": seat.host.interface,
+        }
+        for rank, seat in enumerate(seating)
+    ]
+
+
+def run_ranks(
+    argv: Sequence[str], seating: Sequence[Seat], *, timeout_s: float, environment: Mapping[str, str] | None = None
+) -> list[str]:
+    """Runs one process a rank, from the repository's root, and returns what each wrote to stdout.
+
+    Args:
+        argv: the command; the same for all ranks.
+        seating: where each rank runs.
+        timeout_s: after that all are killed.
+        environment: more variables for all ranks.
+
+    Raises:
+        RuntimeError: a rank failed, or they were not done in time; carries the ends of their outputs.
+    """
+    processes = []
+    try:
+        for seat, own in zip(seating, rank_environments(seating), strict=True):
+            processes.append(_start(seat.host.command(argv, core=seat.core), {**os.environ, **(environment or {}), **own}))
+        outputs = [process.communicate(timeout=timeout_s)[0] for process in processes]
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"{' '.join(argv)} was not done after {timeout_s:g} s") from error
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    failed = [rank for rank, process in enumerate(processes) if process.returncode != 0]
+    if failed:
+        ends = "\n".join(f"---- rank {rank} ({processes[rank].returncode}) ----\n{outputs[rank]}" for rank in failed)
+        raise RuntimeError(f"{' '.join(argv)} failed on ranks {failed}\n{ends}")
+    return outputs
+
+
+def _start(argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    root = Path(__file__).resolve().parent.parent
+    return subprocess.Popen(argv, env=dict(environment), cwd=root, stdout=subprocess.PIPE, text=True)
+
+
+def _free_port_range(count: int) -> int:
+    """The first of ``count`` neighbouring ports on which nobody listens on this machine."""
+    for _ in range(100):
+        first = 15000 + secrets.randbelow(15000)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("", port))
+            return first
+    raise RuntimeError("no free ports")
+
+
+if __name__ == "__main__":
+    reason = available()
+    print(reason or f"shaped links of {RATE_MBIT} Mbit/s work here")
+    sys.exit(reason is not None)
