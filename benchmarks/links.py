@@ -16,6 +16,8 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,28 +175,40 @@ def run_ranks(
     Raises:
         RuntimeError: a rank failed, or they were not done in time; carries the ends of their outputs.
     """
-    processes = []
+    with tempfile.TemporaryDirectory() as folder:
+        # To files: a full pipe would stop a rank that nobody is reading from yet.
+        logs = [Path(folder, str(rank)) for rank in range(len(seating))]
+        codes = _run_all(argv, seating, logs, timeout_s, dict(environment or {}))
+        outputs = [log.read_text(errors="replace") for log in logs]
+    failed = [rank for rank, code in enumerate(codes) if code != 0]
+    if failed:
+        ends = "\n".join(f"---- rank {rank} ended with {codes[rank]}\n{outputs[rank][-4000:]}" for rank in failed)
+        raise RuntimeError(f"{' '.join(argv)}: ranks {failed} failed, or were killed after {timeout_s:g} s\n{ends}")
+    return outputs
+
+
+def _run_all(
+    argv: Sequence[str], seating: Sequence[Seat], logs: Sequence[Path], timeout_s: float, environment: dict[str, str]
+) -> list[int]:
+    root = Path(__file__).resolve().parent.parent
+    deadline_s = time.monotonic() + timeout_s
+    processes: list[subprocess.Popen[bytes]] = []
     try:
-        for seat, own in zip(seating, rank_environments(seating), strict=True):
-            processes.append(_start(seat.host.command(argv, core=seat.core), {**os.environ, **(environment or {}), **own}))
-        outputs = [process.communicate(timeout=timeout_s)[0] for process in processes]
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"{' '.join(argv)} was not done after {timeout_s:g} s") from error
+        for seat, log, own in zip(seating, logs, rank_environments(seating), strict=True):
+            command = seat.host.command(argv, core=seat.core)
+            with log.open("wb") as output:
+                processes.append(
+                    subprocess.Popen(command, env={**os.environ, **environment, **own}, cwd=root, stdout=output)
+                )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for process in processes:
+                process.wait(max(0.0, deadline_s - time.monotonic()))
     finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-    failed = [rank for rank, process in enumerate(processes) if process.returncode != 0]
-    if failed:
-        ends = "\n".join(f"---- rank {rank} ({processes[rank].returncode}) ----\n{outputs[rank]}" for rank in failed)
-        raise RuntimeError(f"{' '.join(argv)} failed on ranks {failed}\n{ends}")
-    return outputs
-
-
-def _start(argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
-    root = Path(__file__).resolve().parent.parent
-    return subprocess.Popen(argv, env=dict(environment), cwd=root, stdout=subprocess.PIPE, text=True)
+    return [process.returncode for process in processes]
 
 
 def _free_port_range(count: int) -> int:

@@ -180,7 +180,7 @@ def prepare(args: argparse.Namespace) -> Training:
     model = fleet.distributed_model(GPT(Shape(args.layers, args.width, args.heads, args.context)))
     warmup_steps = max(args.steps // 20, 1)
     decay = paddle.optimizer.lr.CosineAnnealingDecay(args.lr, T_max=max(args.steps - warmup_steps, 1))
-    schedule = paddle.optimizer.lr.LinearWarmup(decay, warmup_steps, args.lr / warmup_steps, args.lr)
+    schedule = paddle.optimizer.lr.LinearWarmup(decay, warmup_steps, args.lr / (warmup_steps + 1), args.lr)
     optimizer = paddle.optimizer.AdamW(
         learning_rate=schedule,
         parameters=model.parameters(),
@@ -248,7 +248,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains a small GPT on Python's standard library, sharded.")
     optional = argparse.BooleanOptionalAction
     model = parser.add_argument_group("model and training")
-    model.add_argument("--steps", type=int, default=350)
+    model.add_argument("--steps", type=int, default=300)
     model.add_argument("--layers", type=int, default=4)
     model.add_argument("--width", type=int, default=128)
     model.add_argument("--heads", type=int, default=4)
@@ -266,7 +266,13 @@ def parse_arguments() -> argparse.Namespace:
     sharding.add_argument("--comm-buffer-size-mb", type=float, default=1.0, help="size of a bucket")
     sharding.add_argument("--prefetch-depth", type=int, help="units gathered ahead of use, where memory is short")
     sharding.add_argument("--reshard-after-step", action=optional, help="free the full parameters after each step")
-    return parser.parse_args()
+    args = parser.parse_args()
+    for name, least in (("steps", 2), ("layers", 1), ("width", 1), ("heads", 1), ("context", 1), ("batch", 1)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name} must be at least {least}")
+    if args.width % args.heads:
+        parser.error(f"--width {args.width} must be a multiple of --heads {args.heads}")
+    return args
 
 
 def main() -> None:

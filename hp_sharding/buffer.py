@@ -13,7 +13,7 @@ from .errors import LayoutError, StateError
 
 if TYPE_CHECKING:
     from .comm import Communicator, Work
-    from .layout import BucketLayout
+    from .layout import BucketLayout, Slot
     from .pool import StoragePool
 
 
@@ -76,6 +76,7 @@ class FusedCommBuffer:
     def __init__(self, layout: BucketLayout, params: Sequence[EagerParamBase], place: BufferPlace) -> None:
         self.layout = layout
         self.params = list(params)
+        self._shapes = [list(param.shape) for param in params]
         self.status = Status.READY
         self.place = place
         self._work: Work | None = None
@@ -177,8 +178,7 @@ class FusedCommBuffer:
     def _bind_params(self) -> None:
         # The *same* parameter object gets the new memory: autograd, the layer and the user hold that object.
         assert self._full is not None
-        for param, slot in zip(self.params, self.layout.slots, strict=True):
-            self._full._slice(slot.offset_numel, slot.end_numel)._share_buffer_to(param)
+        _point_into(self._full, self.layout.slots, self.params, self._shapes)
 
     def _own_slice(self, full: paddle.Tensor) -> paddle.Tensor:
         start = self.place.rank * self.layout.shard_numel
@@ -203,6 +203,20 @@ class FusedCommBuffer:
                 f"bucket '{self.name}': {call} needs the state {status.name}, but it is {self.status.name}. This is "
                 "a wrong order of calls on a FusedCommBuffer; let the optimizer drive it"
             )
+
+
+def _point_into(
+    flat: paddle.Tensor, slots: Sequence[Slot], tensors: Sequence[paddle.Tensor], shapes: Sequence[list[int]]
+) -> None:
+    """Makes each tensor a view of its slot of ``flat``. The tensor object stays; no guard sees it.
+
+    Works on the dense tensors below the Python objects, at a fifth of the cost of making new objects.
+    """
+    whole = flat.get_tensor()
+    for slot, tensor, shape in zip(slots, tensors, shapes, strict=True):
+        dense = paddle.Tensor.get_tensor(tensor)
+        dense._share_data_nocheck_with(whole._slice(slot.offset_numel, slot.end_numel))
+        dense._set_dims(shape)
 
 
 def _release(tensor: paddle.Tensor) -> None:
@@ -242,9 +256,8 @@ class GradientStorage:
         self._pool = pool
         self._gaps = layout.gaps()
         # One view object a parameter, of the parameter's shape, pointed at whatever storage is current.
-        self._views = [paddle.empty(param.shape, param.dtype) for param in params]
-        for view in self._views:
-            _release(view)
+        self._views = [paddle.empty([0], param.dtype) for param in params]
+        self._shapes = [list(param.shape) for param in params]
 
     def alloc(self) -> None:
         """Takes storage; its parameters' content is undefined until ``put``, its padding zero."""
@@ -252,8 +265,7 @@ class GradientStorage:
         self.full = self._pool.alloc(self._layout.numel, self._layout.dtype)
         for start, end in self._gaps:
             self.full._slice(start, end).zero_()
-        for view, slot in zip(self._views, self._layout.slots, strict=True):
-            self.full._slice(slot.offset_numel, slot.end_numel)._share_buffer_to(view)
+        _point_into(self.full, self._layout.slots, self._views, self._shapes)
 
     def put(self, index: int, gradient: paddle.Tensor) -> None:
         """Copies parameter ``index``'s gradient in, or adds it to what is there. ``gradient`` is only read."""
@@ -265,10 +277,10 @@ class GradientStorage:
 
     def view(self, index: int) -> paddle.Tensor:
         """A new tensor object over parameter ``index``'s gradient, of its shape."""
-        view = self._views[index]
-        other = paddle.empty(view.shape, view.dtype)
-        view._share_buffer_to(other)
-        return other
+        assert self.full is not None
+        view = paddle.empty([0], self.full.dtype)
+        _point_into(self.full, [self._layout.slots[index]], [view], [self._shapes[index]])
+        return view
 
     def holds(self, index: int, tensor: paddle.Tensor) -> bool:
         """Whether ``tensor`` already is parameter ``index``'s place in this storage."""

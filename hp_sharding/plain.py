@@ -11,6 +11,7 @@ from paddle.base import core
 
 from .config import ShardingConfig
 from .timeline import Timeline
+from .updates import optimizer_params
 
 
 class PlainOptimizer:
@@ -65,7 +66,7 @@ class PlainOptimizer:
 
     def memory_report(self) -> dict[str, int]:
         """Model-state bytes of the whole model; see ``ShardedOptimizer.memory_report``."""
-        params = [param for param in self._inner_opt._parameter_list if not isinstance(param, dict)]
+        params = optimizer_params(self._inner_opt)
         trained = [param for param in params if not param.stop_gradient]
         state = {
             "parameters_bytes": _bytes(params),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .arena import GradientArena
-from .buffer import FusedCommBuffer
+from .buffer import FusedCommBuffer, GradientStorage
 from .comm import Communicator, Work
 from .errors import StateError
 from .facts import Agreement, Facts
@@ -81,6 +81,7 @@ class Reducer:
         self._timeline = timeline
         self._works: list[Work | None] = [None] * len(buffers)
         self._in_flight: deque[Work] = deque()
+        self._n_filling = 0
         self._agreements: deque[Agreement] = deque()
         self._round = 0
         self._unreduced = False
@@ -88,7 +89,7 @@ class Reducer:
         self._broken = False
         self.learned_order: list[int] | None = None
         self.gather_order_changed = False
-        self._tied = rules.tied
+        self._always_last = rules.tied
         self._held_back: set[int] = set(rules.tied)
         self._reset_backward()
 
@@ -107,7 +108,7 @@ class Reducer:
     def arm(self) -> None:
         """A forward that will be differentiated has begun: the next outermost backward is a round."""
         self._armed = True
-        self._held_back |= self._tied
+        self._held_back |= self._always_last
 
     def hold_back(self, bucket: int) -> None:
         """Has the bucket wait for the end of the next backward, since its gradients may come in more than once."""
@@ -128,6 +129,8 @@ class Reducer:
         self._store(bucket, index)
         self.used[bucket][index] = True
         if self._seen[bucket][index]:
+            # Nested backwards give it one part each: from now on it always waits for the end.
+            self._always_last = self._always_last | {bucket}
             self._held_back.add(bucket)
         else:
             self._seen[bucket][index] = True
@@ -249,21 +252,24 @@ class Reducer:
         if storage.holds(index, gradient):
             return  # stage 1, a later backward: autograd has added in place
         if storage.full is None:
-            self._limit_live_gradients()
-            storage.alloc()
+            self._alloc(storage)
         storage.put(index, gradient)
         param.clear_gradient(False)
         if self._rules.keeps_gradient:
             param._copy_gradient_from(storage.view(index))
 
-    def _limit_live_gradients(self) -> None:
-        if self._rules.keeps_gradient or not self.sync:
-            return
-        filling = sum(buffer.gradient.full is not None for buffer in self._buffers)
+    def _alloc(self, storage: GradientStorage) -> None:
+        """Storage for one more full gradient; in stage 2 not before at most one other is left."""
         while self._in_flight and self._in_flight[0].done():
             self._in_flight.popleft()
-        while self._in_flight and filling + len(self._in_flight) >= MAX_LIVE_GRADIENTS:
+        while self._in_flight and self.sync and self._n_filling + len(self._in_flight) >= MAX_LIVE_GRADIENTS:
             self._timeline.wait(self._in_flight.popleft())
+        storage.alloc()
+        self._n_filling += 1
+
+    def _free(self, storage: GradientStorage) -> None:
+        storage.free()
+        self._n_filling -= 1
 
     def _is_live(self, bucket: int) -> bool:
         return self._expected[bucket] > 0 or any(self._buffers[bucket].gradient.filled)
@@ -282,8 +288,7 @@ class Reducer:
         buffer = self._buffers[bucket]
         storage = buffer.gradient
         if storage.full is None:
-            self._limit_live_gradients()
-            storage.alloc()
+            self._alloc(storage)
         storage.fill_missing()
         assert storage.full is not None
         adds = self._arena.expect_sum(bucket)
@@ -298,7 +303,7 @@ class Reducer:
         self._launched[bucket] = True
         if not self._rules.keeps_gradient:
             self._in_flight.append(work)
-            storage.free()
+            self._free(storage)
 
     def _learn_order(self) -> None:
         """The order in which this round's buckets filled up, then those that did not, then those held back."""
@@ -329,7 +334,7 @@ class Reducer:
     def _clear_bucket(self, buffer: FusedCommBuffer) -> None:
         if not self._rules.keeps_gradient:
             if buffer.gradient.full is not None:
-                buffer.gradient.free()
+                self._free(buffer.gradient)
             return
         for param in buffer.params:
             # The parameter's own gradient object goes; the storage behind it stays with the bucket.

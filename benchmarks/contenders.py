@@ -1,0 +1,105 @@
+"""The ways of training that ``benchmarks.step`` compares, each set up as its users would set it up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import paddle
+
+from benchmarks.gpt import Shape, build_model, build_optimizer
+
+
+@dataclass
+class Trainee:
+    """A model that is ready to be trained on one rank.
+
+    Attributes:
+        forward: takes a batch's codes and targets, returns the loss.
+        optimizer: what has ``step`` and ``clear_grad``.
+        drain: returns when no communication of this rank is under way.
+        timeline: hp_sharding's record of the steps; None for the others.
+    """
+
+    forward: Callable[..., paddle.Tensor]
+    optimizer: Any
+    drain: Callable[[], None] = field(default=lambda: None)
+    timeline: Any = None
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One row of the table.
+
+    Attributes:
+        title: for people.
+        build: makes the trainee; all ranks call it together. Takes the sizes and the size of a bucket in MB.
+        trains_alone: its ranks do not talk, so that their losses are their own.
+    """
+
+    title: str
+    build: Callable[[Shape, float], Trainee]
+    trains_alone: bool = False
+
+
+def _compute_alone(shape: Shape, _: float) -> Trainee:
+    model = build_model(shape)
+    return Trainee(model, build_optimizer(model))
+
+
+def _ours(**flags: Any) -> Callable[[Shape, float], Trainee]:
+    def build(shape: Shape, buffer_mb: float) -> Trainee:
+        from hp_sharding import fleet, full_parameters
+
+        strategy = fleet.DistributedStrategy()
+        strategy.hybrid_configs = {"dp_degree": 1, "sharding_degree": paddle.distributed.get_world_size()}
+        strategy.hp_sharding_configs = {"comm_buffer_size_MB": buffer_mb, "timeline": True, **flags}
+        fleet.init(is_collective=True, strategy=strategy)
+        model = fleet.distributed_model(build_model(shape))
+        optimizer = fleet.distributed_optimizer(build_optimizer(model))
+
+        def drain() -> None:
+            with full_parameters(model):
+                pass
+
+        return Trainee(model, optimizer, drain, optimizer.timeline)
+
+    return build
+
+
+def _data_parallel(shape: Shape, _: float) -> Trainee:
+    from hp_sharding.comm import collision_free_groups
+
+    with collision_free_groups():
+        paddle.distributed.init_parallel_env()
+    model = paddle.DataParallel(build_model(shape))
+    return Trainee(model, build_optimizer(model))
+
+
+def _sharding_v1(shape: Shape, _: float) -> Trainee:
+    from paddle.distributed import fleet
+
+    from hp_sharding.comm import collision_free_groups
+
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {"dp_degree": 1, "sharding_degree": paddle.distributed.get_world_size()}
+    with collision_free_groups():
+        fleet.init(is_collective=True, strategy=strategy)
+    model = fleet.distributed_model(build_model(shape))
+    return Trainee(model, fleet.distributed_optimizer(build_optimizer(model)))
+
+
+CONTENDERS = {
+    "compute": Contender("compute alone", _compute_alone, trains_alone=True),
+    "stage2": Contender("hp_sharding stage 2, no overlap", _ours(stage=2)),
+    "stage2_overlap": Contender(
+        "hp_sharding stage 2, overlap", _ours(stage=2, allgather_overlap=True, reduce_overlap=True)
+    ),
+    "stage1_overlap": Contender(
+        "hp_sharding stage 1, overlap", _ours(stage=1, allgather_overlap=True, reduce_overlap=True)
+    ),
+    "data_parallel": Contender("Paddle DataParallel", _data_parallel),
+    "sharding_v1": Contender("Paddle sharding V1", _sharding_v1),
+}
+"""By their names on the command line, in the order in which they take turns."""
