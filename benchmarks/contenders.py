@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import paddle
+# Paddle is imported by those who train only: whoever just wants the names should not wait for it.
+if TYPE_CHECKING:
+    import paddle
 
-from benchmarks.gpt import Shape, build_model, build_optimizer
+    from benchmarks.gpt import Shape
 
 
 @dataclass
@@ -44,12 +46,17 @@ class Contender:
 
 
 def _compute_alone(shape: Shape, _: float) -> Trainee:
+    from benchmarks.gpt import build_model, build_optimizer
+
     model = build_model(shape)
     return Trainee(model, build_optimizer(model))
 
 
 def _ours(**flags: Any) -> Callable[[Shape, float], Trainee]:
     def build(shape: Shape, buffer_mb: float) -> Trainee:
+        import paddle
+
+        from benchmarks.gpt import build_model, build_optimizer
         from hp_sharding import fleet, full_parameters
 
         strategy = fleet.DistributedStrategy()
@@ -69,6 +76,9 @@ def _ours(**flags: Any) -> Callable[[Shape, float], Trainee]:
 
 
 def _data_parallel(shape: Shape, _: float) -> Trainee:
+    import paddle
+
+    from benchmarks.gpt import build_model, build_optimizer
     from hp_sharding.comm import collision_free_groups
 
     with collision_free_groups():
@@ -78,8 +88,10 @@ def _data_parallel(shape: Shape, _: float) -> Trainee:
 
 
 def _sharding_v1(shape: Shape, _: float) -> Trainee:
+    import paddle
     from paddle.distributed import fleet
 
+    from benchmarks.gpt import build_model, build_optimizer
     from hp_sharding.comm import collision_free_groups
 
     strategy = fleet.DistributedStrategy()

@@ -2,8 +2,12 @@
 
 A fresh block of 12.8 MB costs 6.4 ms in page faults, a reused one 0.4 ms. A block returns to the pool only when the
 last tensor that aliases it is gone, including the views that autograd saves (``w.T``, ``w[:4]``): handing it out
-earlier would change, silently, what a later backward reads. On CPU that moment is known: the tensor is made from a
-NumPy view through DLPack, and the view dies with the last alias. On devices Paddle's caching allocator does this job.
+earlier would change, silently, what a later backward reads. On CPU that moment is known: the tensor is made over a
+NumPy view, which dies with the last alias. On devices Paddle's caching allocator does this job.
+
+The last alias may die in any thread, a collective's among them. So the tensor is not made with ``paddle.from_dlpack``:
+that keeps one process-wide lock while a dying tensor runs Python code, and takes the same lock while it holds the
+interpreter; two threads that do both wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from collections.abc import Callable
 
 import numpy as np
 import paddle
+from paddle.base import core
 
 _NUMPY_CARRIER = {"float32": np.float32, "float16": np.float16, "bfloat16": np.int16, "float64": np.float64}
 
@@ -36,17 +41,19 @@ class StoragePool:
         free = self._free[numel, dtype]
         block = free.pop() if free else self._fresh(numel, dtype)
         carrier = np.from_dlpack(block)
-        view = carrier.view()
+        # Paddle takes NumPy's uint16 for bfloat16.
+        view = carrier.view(np.uint16) if dtype == "bfloat16" else carrier.view()
         weakref.finalize(view, self._take_back, weakref.ref(self), block, (numel, dtype)).atexit = False
-        tensor = paddle.from_dlpack(view)
-        return tensor if dtype != "bfloat16" else tensor.view("bfloat16")
+        return core.eager.Tensor(
+            value=view, place=core.CPUPlace(), persistable=False, zero_copy=True, name="", stop_gradient=True
+        )
 
     def trim(self) -> None:
         """Lets go of the blocks that nobody uses."""
         self._free.clear()
 
     def _fresh(self, numel: int, dtype: str) -> paddle.Tensor:
-        # bfloat16 has no NumPy type: the block is carried as int16 and viewed as bfloat16 when handed out.
+        # bfloat16 has no NumPy type: the block is carried as int16.
         self.allocated_bytes += numel * np.dtype(_NUMPY_CARRIER[dtype]).itemsize
         return paddle.empty([numel], "int16" if dtype == "bfloat16" else dtype)
 

@@ -43,7 +43,7 @@ find_python() {
         fi
     done
     fail "no suitable Python. hp_sharding needs Python 3.$OLDEST_MINOR to 3.$NEWEST_MINOR, for which Paddle 3.3 has" \
-        "wheels. Found:${seen:- none}. Install one, or point to it: PYTHON=/path/to/python $0"
+        "wheels. Found:${seen:- none;} install one, or point to it: PYTHON=/path/to/python $0"
 }
 
 make_venv() {

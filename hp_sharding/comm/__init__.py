@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 
 import paddle
@@ -10,7 +11,7 @@ from ..errors import ConfigError
 from .communicator import Communicator, Work
 from .rendezvous import collision_free_groups
 
-__all__ = ["Communicator", "Work", "collision_free_groups", "create_communicators"]
+__all__ = ["Communicator", "Work", "close_all", "collision_free_groups", "create_communicators"]
 
 
 def create_communicators(
@@ -42,6 +43,17 @@ def create_communicators(
     from .group import GlooGroup
 
     return dict(GlooGroup(members, me, names, timeout_s=timeout_s).communicators)
+
+
+def close_all() -> None:
+    """Closes every communicator that this process still has, as the end of the process does.
+
+    What has not started is dropped and what is in flight is finished. Not a collective, but it ends the lanes of the
+    other ranks as well.
+    """
+    group = sys.modules.get(f"{__name__}.group")
+    if group is not None:
+        group.close_all()
 
 
 def _check(ranks: tuple[int, ...], lanes: list[str], me: int, timeout_s: float) -> None:

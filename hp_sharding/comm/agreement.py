@@ -173,11 +173,27 @@ class Agreement:
             self._tell(["leave", lane, answer])
         self._settle(lane)
 
-    def await_quiet(self, timeout_s: float) -> bool:
-        """Blocks until every member says, or has shown, that no lane of its will touch Gloo again."""
-        deadline_s = time.monotonic() + timeout_s
+    def await_quiet(self, lane: str, *, answer_s: float, flight_s: float) -> bool:
+        """After ``leave``: blocks until no member will touch Gloo on this lane again.
+
+        Args:
+            lane: the lane.
+            answer_s: how long the others may take to answer.
+            flight_s: how long, beyond that, a collective of this rank that is in flight may take.
+
+        Returns:
+            True if all went well; False if the group is broken or time is up.
+        """
+        ledger = self._ledgers[lane]
+        everyone = set(self.ranks)
+
+        def is_settled() -> bool:
+            return self.broken is not None or ledger.quiet == everyone
+
         with self._changed:
-            return self._changed.wait_for(self._is_quiet, max(0.0, deadline_s - time.monotonic()))
+            if not self._changed.wait_for(is_settled, answer_s):
+                self._changed.wait_for(lambda: is_settled() or ledger.entered == ledger.finished, flight_s)
+            return self.broken is None and ledger.quiet == everyone
 
     def hear(self, peer: int, message: Message) -> None:
         """Takes in a message of another member."""
@@ -207,10 +223,6 @@ class Agreement:
         if not at_peace:
             self.break_off(Cause(f"rank {peer} is gone: its connection ended without a goodbye", peer))
 
-    def _is_quiet(self) -> bool:
-        everyone = set(self.ranks)
-        return self.broken is not None or all(ledger.quiet == everyone for ledger in self._ledgers.values())
-
     def _may_enter(self, ledger: _Ledger, sequence: int) -> bool:
         if self.broken is not None:
             raise Refused(self.broken)
@@ -233,11 +245,12 @@ class Agreement:
                 raise Refused(Cause(text, peer))
 
     def _late(self, ledger: _Ledger, sequence: int, timeout_s: float) -> Cause:
-        missing = [peer for peer in self.ranks if peer not in ledger.tokens.get(sequence, {})]
+        arrived = ledger.last_entered_by if ledger.leaving else ledger.tokens.get(sequence, {})
+        missing = [peer for peer in self.ranks if peer not in arrived]
         names = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {missing}"
         return Cause(
-            f"{names} did not reach this collective within {timeout_s:g} s: it is stuck, much slower, or takes another "
-            "path through the model; raise timeout_s if it is only late",
+            f"{names} did not reach this collective within {timeout_s:g} s: stuck, much slower, or on another path "
+            "through the model; raise timeout_s if it is only late",
             missing[0] if missing else None,
         )
 

@@ -69,6 +69,7 @@ class Communicator(ABC):
 
     @property
     def nranks(self) -> int:
+        """Number of ranks of the group."""
         return len(self.ranks)
 
     @abstractmethod

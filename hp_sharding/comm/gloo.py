@@ -27,7 +27,6 @@ from .sums import Adder
 _log = logging.getLogger("hp_sharding")
 # How long a failure inside Gloo waits for the news that a peer is dead, which says more.
 _NEWS_S = 2.0
-_JOIN_S = 2.0
 
 
 class GlooWork(Work):
@@ -49,12 +48,14 @@ class GlooWork(Work):
         self._callbacks: list[Callable[[], None]] = []
 
     def wait(self) -> None:
+        """See ``Work``."""
         self._over.wait()
         if self._error is not None:
             text, peer = self._error
             raise CommError(text, op=self.op, label=self.label, lane=self.lane, rank=self._rank, peer=peer)
 
     def done(self) -> bool:
+        """See ``Work``."""
         return self._over.is_set()
 
     def failed(self) -> bool:
@@ -74,8 +75,9 @@ class GlooWork(Work):
         with self._lock:
             if self._over.is_set():
                 return
-            self.end_s = time.perf_counter()
-            if cause is not None:
+            if cause is None:
+                self.end_s = time.perf_counter()
+            else:
                 self._error = (self._describe(cause), cause.peer)
             self._over.set()
             callbacks, self._callbacks = self._callbacks, []
@@ -101,7 +103,15 @@ class GlooCommunicator(Communicator):
     """
 
     def __init__(
-        self, lane: str, ranks: tuple[int, ...], me: int, *, agreement: Agreement, links: GlooLinks, timeout_s: float
+        self,
+        lane: str,
+        ranks: tuple[int, ...],
+        me: int,
+        *,
+        agreement: Agreement,
+        links: GlooLinks,
+        timeout_s: float,
+        close: Callable[[str], None],
     ) -> None:
         self.lane = lane
         self.ranks = ranks
@@ -110,6 +120,7 @@ class GlooCommunicator(Communicator):
         self._agreement = agreement
         self._links = links
         self._timeout_s = timeout_s
+        self._close = close
         self._ring = Ring(self.rank, len(ranks), links)
         self._next_sequence = 0
         self._submitting = threading.Lock()
@@ -125,6 +136,7 @@ class GlooCommunicator(Communicator):
     def all_gather(
         self, output: paddle.Tensor, input: paddle.Tensor, *, label: str = "", after: Work | None = None
     ) -> Work:
+        """See ``Communicator``. Any dtype."""
         element, numel = self._check("all_gather", output, input)
         nbytes = numel * element.item_bytes
         data = bytes_of(output, nbytes)
@@ -149,6 +161,7 @@ class GlooCommunicator(Communicator):
         after: Work | None = None,
         accumulate: bool = False,
     ) -> Work:
+        """See ``Communicator``. All dtypes but bool."""
         element, numel = self._check("reduce_scatter", input, output)
         nbytes = numel * element.item_bytes
         adder = self._adder("reduce_scatter", element)
@@ -163,6 +176,7 @@ class GlooCommunicator(Communicator):
         return self._submit("reduce_scatter", element, nbytes, transfer, label=label, after=after)
 
     def all_reduce(self, tensor: paddle.Tensor, *, label: str = "", after: Work | None = None) -> Work:
+        """See ``Communicator``. All dtypes but bool."""
         element, numel = self._element("all_reduce", tensor)
         nbytes = numel * element.item_bytes
         adder = self._adder("all_reduce", element)
@@ -172,6 +186,7 @@ class GlooCommunicator(Communicator):
         )
 
     def broadcast(self, tensor: paddle.Tensor, *, src: int, label: str = "", after: Work | None = None) -> Work:
+        """See ``Communicator``."""
         element, numel = self._element("broadcast", tensor)
         if not 0 <= src < self.nranks:
             raise ConfigError(f"broadcast from group rank {src}: the group has ranks 0 to {self.nranks - 1}")
@@ -182,9 +197,11 @@ class GlooCommunicator(Communicator):
         )
 
     def close(self) -> None:
-        self._agreement.leave(self.lane, Cause(f"rank {self._me} has closed the lane", self._me))
-        self._agreement.await_quiet(_JOIN_S)
-        self.join(_JOIN_S)
+        """Ends the lane, on this rank and, as it cannot go on without it, on the others.
+
+        Every rank finishes the collectives that one of them has entered; the rest fail.
+        """
+        self._close(self.lane)
 
     def join(self, timeout_s: float) -> bool:
         """Ends the threads after what is in flight; False if one is stuck inside Gloo and was abandoned."""
@@ -194,6 +211,7 @@ class GlooCommunicator(Communicator):
         return self._links.join(timeout_s) and not self._worker.is_alive()
 
     def drop_after(self, limit: int, cause: Cause) -> None:
+        """Fails the outstanding works whose sequence number is above ``limit``."""
         with self._submitting:
             dropped = [work for work in self._outstanding if work.sequence > limit]
         for work in dropped:
@@ -221,7 +239,7 @@ class GlooCommunicator(Communicator):
             self._outstanding.append(work)
             self._jobs.put(_Job(work, transfer, after))
         # A rank that still waits for another collective is not ready for this one: the others must not enter yet.
-        if after is None or after.done():
+        if after is None:
             self._announce(work)
         elif isinstance(after, GlooWork):
             after.when_done(lambda: None if after.failed() else self._announce(work))

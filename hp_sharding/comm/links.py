@@ -40,7 +40,7 @@ class Transfer:
 
 
 class Links(Protocol):
-    """What a ring algorithm needs: the way to the next rank and the way from the one before, each first-in-first-out."""
+    """What a ring algorithm needs: a way to the next rank and a way from the one before, each first in, first out."""
 
     def start_send(self, data: Bytes, after: Transfer | None = None) -> Transfer:
         """Sends to the next rank once ``after`` is over."""
@@ -92,7 +92,7 @@ class _Pump(threading.Thread):
                 if order.after is not None:
                     order.after.wait()
                 self._move(order.data)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - goes to whoever waits for the transfer
                 self._error = error
         return self._error
 
@@ -115,15 +115,19 @@ class GlooLinks:
         self._receiver.start()
 
     def start_send(self, data: Bytes, after: Transfer | None = None) -> Transfer:
+        """See ``Links``."""
         return self._sender.order(data, after)
 
     def start_recv(self, data: Bytes, after: Transfer | None = None) -> Transfer:
+        """See ``Links``."""
         return self._receiver.order(data, after)
 
     def send(self, data: Bytes) -> None:
+        """See ``Links``."""
         self._send_group.send(paddle.from_dlpack(data), 1, True)
 
     def recv(self, data: Bytes) -> None:
+        """See ``Links``."""
         self._recv_group.recv(paddle.from_dlpack(data), 0, True)
 
     def stop(self) -> None:

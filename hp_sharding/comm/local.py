@@ -35,6 +35,7 @@ class LocalWork(Work):
         self.done()
 
     def wait(self) -> None:
+        """See ``Work``."""
         if self.end_s is not None:
             return
         if self._after is not None:
@@ -53,6 +54,7 @@ class LocalWork(Work):
         self._run()
 
     def done(self) -> bool:
+        """See ``Work``."""
         if self.end_s is None and (self._after is None or self._after.done()):
             try:
                 self.wait()
@@ -83,6 +85,7 @@ class LocalCommunicator(Communicator):
     def all_gather(
         self, output: paddle.Tensor, input: paddle.Tensor, *, label: str = "", after: Work | None = None
     ) -> Work:
+        """See ``Communicator``."""
         return self._start("all_gather", output, input, label=label, after=after)
 
     def reduce_scatter(
@@ -94,12 +97,15 @@ class LocalCommunicator(Communicator):
         after: Work | None = None,
         accumulate: bool = False,
     ) -> Work:
+        """See ``Communicator``."""
         return self._start("reduce_scatter", output, input, label=label, after=after, accumulate=accumulate)
 
     def all_reduce(self, tensor: paddle.Tensor, *, label: str = "", after: Work | None = None) -> Work:
+        """See ``Communicator``."""
         return self._start("all_reduce", tensor, tensor, label=label, after=after)
 
     def broadcast(self, tensor: paddle.Tensor, *, src: int, label: str = "", after: Work | None = None) -> Work:
+        """See ``Communicator``."""
         if src != 0:
             raise ConfigError(f"broadcast from group rank {src}: a group of one has only rank 0")
         return self._start("broadcast", tensor, tensor, label=label, after=after)

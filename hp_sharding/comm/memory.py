@@ -27,6 +27,7 @@ class ElementType(NamedTuple):
 
     @property
     def item_bytes(self) -> int:
+        """Bytes of one element."""
         return self.storage.itemsize
 
 

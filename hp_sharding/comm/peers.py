@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import selectors
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..errors import CommError
 from .agreement import Message
@@ -70,36 +73,68 @@ class Peers:
         self._ranks = ranks
         self._me = me
         self._lines: dict[int, _Line] = {}
-        self._key = key
+        self._reasons: dict[int, str] = {}
         self._listener = _listen(host, key)
         self.door = Door(host, self._listener.address[1], key.hex())
         self._watcher: threading.Thread | None = None
         self._stopping = threading.Event()
+        _alive.add(self)
 
-    def connect(self, doors: dict[int, Door], timeout_s: float) -> None:
+    def connect(self, doors: dict[int, Door], deadline_s: float) -> None:
         """Opens a line to every member: the later one in the group calls the earlier one.
+
+        Args:
+            doors: every member's door.
+            deadline_s: when to give up, as ``time.monotonic``.
 
         Raises:
             CommError: somebody could not be reached, or has not called, in time.
         """
-        deadline_s = time.monotonic() + timeout_s
         position = self._ranks.index(self._me)
-        callers = self._ranks[position + 1 :]
-        receiver = threading.Thread(target=self._receive_calls, args=(len(callers),), daemon=True)
-        receiver.start()
-        for peer in self._ranks[:position]:
-            self._lines[peer] = self._call(peer, doors[peer])
-        receiver.join(max(0.1, deadline_s - time.monotonic()))
-        silent = [peer for peer in callers if peer not in self._lines]
+        ncallers = len(self._ranks) - position - 1
+        threads = [threading.Thread(target=self._receive_calls, args=(ncallers,), daemon=True)]
+        threads += [
+            threading.Thread(target=self._call, args=(peer, doors[peer]), daemon=True)
+            for peer in self._ranks[:position]
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.1, deadline_s - time.monotonic()))
         self._listener.close()
+        silent = [peer for peer in self._ranks if peer != self._me and peer not in self._lines]
         if silent:
             raise CommError(
-                f"rank {self._me} waited {timeout_s:g} s for the control connections of ranks {silent} at "
-                f"{self.door.host}:{self.door.port}; is that address reachable from there?",
+                f"rank {self._me} at {self.door.host}:{self.door.port} has no control connection with ranks {silent}"
+                f"{self._why(silent)}; set GLOO_SOCKET_IFNAME to the interface that joins the hosts",
                 op="create_communicators",
                 rank=self._me,
                 peer=silent[0],
             )
+
+    def write_to(self, peer: int, message: Any) -> None:
+        """Sends what JSON can say to one member. Before ``watch``."""
+        self._lines[peer].send(json.dumps(message).encode())
+
+    def read_from(self, peer: int, deadline_s: float) -> Any:
+        """Receives what one member has written. Before ``watch``.
+
+        Raises:
+            CommError: nothing has come before ``deadline_s``, or the member is gone.
+        """
+        connection = self._lines[peer].connection
+        try:
+            if connection.poll(max(0.1, deadline_s - time.monotonic())):
+                return json.loads(connection.recv_bytes())
+            reason = "has not answered in time"
+        except (EOFError, OSError) as error:
+            reason = f"is gone: {error!r}"
+        raise CommError(
+            f"rank {peer} {reason} while rank {self._me} created communicators",
+            op="create_communicators",
+            rank=self._me,
+            peer=peer,
+        )
 
     def watch(self, hearer: Hearer, tick: Callable[[], None]) -> None:
         """Starts the thread that hands every message to ``hearer`` and calls ``tick`` about twice a second."""
@@ -117,6 +152,7 @@ class Peers:
     def close(self) -> None:
         """Ends the watcher and the lines. Safe to call twice."""
         self._stopping.set()
+        self._listener.close()
         for line in self._lines.values():
             _shut_down(line.connection)
         if self._watcher is not None and self._watcher is not threading.current_thread():
@@ -124,36 +160,32 @@ class Peers:
         for line in self._lines.values():
             line.connection.close()
 
-    def _call(self, peer: int, door: Door) -> _Line:
+    def _call(self, peer: int, door: Door) -> None:
         try:
             connection = Client((door.host, door.port), family="AF_INET", authkey=bytes.fromhex(door.key_hex))
-        except (OSError, EOFError) as error:
-            raise CommError(
-                f"rank {self._me} cannot reach rank {peer} at {door.host}:{door.port}: {error}; set GLOO_SOCKET_IFNAME "
-                "to the interface that joins the hosts",
-                op="create_communicators",
-                rank=self._me,
-                peer=peer,
-            ) from error
-        connection.send_bytes(json.dumps(self._me).encode())
-        return _Line(connection)
+            connection.send_bytes(json.dumps(self._me).encode())
+        except (OSError, EOFError, AuthenticationError) as error:
+            self._reasons[peer] = f"{door.host}:{door.port}: {error!r}"
+        else:
+            self._lines[peer] = _Line(connection)
 
     def _receive_calls(self, ncalls: int) -> None:
         while ncalls > 0:
             try:
                 connection = self._listener.accept()
                 peer = json.loads(connection.recv_bytes())
-            except (OSError, EOFError) as error:
+            except (OSError, EOFError, AuthenticationError) as error:
                 if self._listener_closed():
                     return
                 # A port scanner, or a rank of another job: not one of ours.
-                _log.debug("a caller was turned away: %s", error)
-                continue
-            except Exception as error:  # AuthenticationError has no narrower base than ProcessError
-                _log.warning("rank %d turned away a caller without the key: %s", self._me, error)
+                _log.warning("rank %d turned away a caller that is not of its group: %r", self._me, error)
                 continue
             self._lines[peer] = _Line(connection)
             ncalls -= 1
+
+    def _why(self, silent: list[int]) -> str:
+        reasons = [f"rank {peer} at {self._reasons[peer]}" for peer in silent if peer in self._reasons]
+        return f" ({'; '.join(reasons)})" if reasons else ""
 
     def _listener_closed(self) -> bool:
         return self._listener._listener is None  # type: ignore[attr-defined]
@@ -168,6 +200,11 @@ class Peers:
                         selector.unregister(key.fileobj)
                 tick()
 
+    def drop_in_child(self) -> None:
+        """Closes this (forked) process's copies of the connections, which would hide the parent's death."""
+        for line in self._lines.values():
+            line.connection.close()
+
     def _read_one(self, connection: object, peer: int, hearer: Hearer) -> bool:
         assert isinstance(connection, Connection)
         try:
@@ -176,8 +213,25 @@ class Peers:
             if not self._stopping.is_set():
                 hearer.lost(peer)
             return False
-        hearer.hear(peer, message)
+        try:
+            hearer.hear(peer, message)
+        except Exception:  # noqa: BLE001 - without the watcher every rank would wait for ever
+            _log.exception("rank %d cannot make sense of %r from rank %d", self._me, message, peer)
+            hearer.lost(peer)
+            return False
         return True
+
+
+_alive: weakref.WeakSet[Peers] = weakref.WeakSet()
+
+
+def _drop_all_in_child() -> None:
+    for peers in list(_alive):
+        peers.drop_in_child()
+
+
+# Workers of a data loader are forked, and may live on for a while after their parent was killed.
+os.register_at_fork(after_in_child=_drop_all_in_child)
 
 
 def _listen(host: str, key: bytes) -> Listener:

@@ -6,6 +6,7 @@ Every sum has one fixed order of terms, so a repeated run gives the same bits.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -16,13 +17,16 @@ from .memory import Bytes
 from .sums import Adder, Array
 
 # Gloo gives up on a message after 30 s: a piece must get through in that time on a slow link, several hops behind.
-MAX_PIECE_BYTES = 4 << 20
+MAX_PIECE_BYTES = 8 << 20
+# Every piece costs the wake-up of some threads, so there are no more than overlap needs. What is added up goes in two
+# or more, not too large as they need memory; a broadcast goes in small ones, as each hop waits for a whole one.
+_SUM_PIECE_BYTES = 4 << 20
+_HOP_PIECE_BYTES = 1 << 20
 _MIN_PIECE_BYTES = 256 << 10
-_PIECES_PER_CHUNK = 3
 # Up to here a collective takes no longer on the wire than it takes to wake a thread.
 SMALL_BYTES = 32 << 10
-# One being received, one being added up, one being sent, one to spare.
-_NSLOTS = 4
+# One being received, one being added up, one being sent.
+_NSLOTS = 3
 
 
 class Span(NamedTuple):
@@ -33,6 +37,7 @@ class Span(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """How many elements it covers."""
         return self.stop - self.start
 
 
@@ -74,14 +79,14 @@ class Ring:
                 self.swap(data[outgoing.start : outgoing.stop], data[incoming.start : incoming.stop])
             return
         transfers: list[Transfer] = []
-        arrived: list[Transfer | None] = [None] * len(_pieces(chunks[self.rank], 1))
+        arrived: list[Transfer | None] = [None] * len(_pieces(chunks[self.rank], MAX_PIECE_BYTES))
         for step in range(self.nranks - 1):
             # What came in the last step goes on as soon as it is there.
-            for piece, after in zip(_pieces(chunks[self.at(-step)], 1), arrived, strict=True):
+            for piece, after in zip(_pieces(chunks[self.at(-step)], MAX_PIECE_BYTES), arrived, strict=True):
                 transfers.append(self.links.start_send(data[piece.start : piece.stop], after))
             receives = [
                 self.links.start_recv(data[piece.start : piece.stop])
-                for piece in _pieces(chunks[self.at(-step - 1)], 1)
+                for piece in _pieces(chunks[self.at(-step - 1)], MAX_PIECE_BYTES)
             ]
             transfers += receives
             arrived = list(receives)
@@ -98,7 +103,8 @@ class Ring:
                 self.links.send(data)
             return
         transfers: list[Transfer] = []
-        for piece in _pieces(Span(0, len(data)), 1):
+        piece_bytes = MAX_PIECE_BYTES if self.nranks == 2 else _HOP_PIECE_BYTES
+        for piece in _pieces(Span(0, len(data)), piece_bytes):
             part = data[piece.start : piece.stop]
             arrived = None if is_first else self.links.start_recv(part)
             if arrived is not None:
@@ -270,7 +276,9 @@ class _ReduceScatter:
         return partial
 
     def _pieces_of(self, chunk: int) -> list[Span]:
-        return _pieces(self._chunks[chunk], self._adder.partial.itemsize)
+        item_bytes = self._adder.partial.itemsize
+        half_bytes = self._chunks[chunk].numel * item_bytes // 2
+        return _pieces(self._chunks[chunk], min(max(half_bytes, _MIN_PIECE_BYTES), _SUM_PIECE_BYTES) // item_bytes)
 
     def _part(self, piece: Span) -> Array:
         return self._data[piece.start : piece.stop]
@@ -291,16 +299,14 @@ def even_chunks(numel: int, nranks: int) -> list[Span]:
     """Cuts ``numel`` elements into ``nranks`` neighbouring ranges of equal length; the last ones may be short."""
     length = -(-numel // nranks)
     bounds = [min(rank * length, numel) for rank in range(nranks + 1)]
-    return [Span(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [Span(start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
-def _pieces(chunk: Span, item_bytes: int) -> list[Span]:
-    """Cuts a chunk into pieces: a few, to overlap adding with sending, but neither tiny nor above the limit."""
-    nbytes = chunk.numel * item_bytes
-    if nbytes == 0:
+def _pieces(chunk: Span, max_numel: int) -> list[Span]:
+    """Cuts a chunk into as few pieces of about the same length as the limit allows."""
+    if chunk.numel == 0:
         return []
-    wanted_bytes = min(max(nbytes // _PIECES_PER_CHUNK, _MIN_PIECE_BYTES), MAX_PIECE_BYTES)
-    npieces = -(-nbytes // wanted_bytes)
+    npieces = -(-chunk.numel // max_numel)
     length = -(-chunk.numel // npieces)
     return [Span(start, min(start + length, chunk.stop)) for start in range(chunk.start, chunk.stop, length)]
 

@@ -33,7 +33,6 @@ _LOGGER = logging.getLogger("hp_sharding")
 class _Settings(NamedTuple):
     """What the last ``init`` settled."""
 
-    strategy: PaddleStrategy
     config: ShardingConfig
     degrees: Degrees
     world: int
@@ -63,9 +62,8 @@ class Session:
         config = sharding_config(strategy)
         degrees = resolve_degrees(strategy, world)
         _check_backend(world)
-        strategy = with_degrees(strategy, degrees)
-        _init_paddle(role_maker, strategy, degrees, log_level)
-        self._settings = _Settings(strategy, config, degrees, world)
+        _init_paddle(role_maker, with_degrees(strategy, degrees), degrees, log_level)
+        self._settings = _Settings(config, degrees, world)
         if paddle.distributed.get_rank() == 0:
             _LOGGER.info("%s", _summary(self._settings))
         return paddle_fleet.fleet
@@ -88,7 +86,6 @@ class Session:
         config = settings.config if strategy is None else _other_config(strategy, settings)
         self._check_new_optimizer(optimizer)
         model = self._model_of(optimizer, config)
-
         sharded = shard(
             model, optimizer, config=config, shard_group=list(range(settings.degrees.sharding)), replicate_group=None
         )

@@ -235,8 +235,7 @@ def _implied_settings(message: Any) -> Iterable[_Implied]:
         field = next(f"{name}={value}" for name, value in freeing.items() if value == frees)
         yield _Implied("stage", 2, field, agreeing=(3,)) if frees else _Implied("stage", 1, field)
     for name, value in given.items():
-        descriptor = message.DESCRIPTOR.fields_by_name[name]
-        if descriptor.message_type is not None or value != descriptor.default_value:
+        if value != message.DESCRIPTOR.fields_by_name[name].default_value:
             raise _cannot_honour(name, value, "leave it out")
 
 

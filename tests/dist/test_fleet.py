@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -50,14 +49,11 @@ def _values(model: paddle.nn.Layer) -> dict[str, Any]:
 
 
 def _init_alone(rank: int, nranks: int) -> dict[str, Any]:
-    begin_s = time.perf_counter()
     returned = fleet.init(is_collective=True, strategy=_strategy(nranks))
-    init_s = time.perf_counter() - begin_s
     total = paddle.full([2], rank + 1.0)
     if nranks > 1:
         paddle.distributed.all_reduce(total, group=fleet.get_hybrid_communicate_group().get_sharding_parallel_group())
     return {
-        "init_s": init_s,
         "is_paddles": returned is paddle_fleet.fleet,
         "worker": (fleet.worker_index(), fleet.worker_num()),
         "degrees": _degrees(),

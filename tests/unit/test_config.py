@@ -136,6 +136,8 @@ def test_refuses_what_is_not_built_and_says_what_to_use(key: str, value: Any, in
         ("stag", "'stage'"),
         ("all_gather_overlap", "'allgather_overlap'"),
         ("comm_buffer_size_mb", "'comm_buffer_size_MB'"),
+        ("Reduce_Overlap", "'reduce_overlap'"),
+        ("TIMELINE", "'timeline'"),
         ("prefetch", "'prefetch_depth'"),
         ("comm_overlap", "'reduce_overlap' and 'allgather_overlap'"),
         ("sharding_degree", "hybrid_configs"),

@@ -57,7 +57,7 @@ def _aligned_bytes(spec: ParamSpec) -> int:
 
 
 @given(_models(), _RULES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_element_lies_in_exactly_one_shard(params: list[ParamSpec], rules: BucketRules) -> None:
     seen: dict[int, list[tuple[int, int]]] = {index: [] for index in range(len(params))}
     for bucket in _plan(params, rules):
@@ -78,7 +78,7 @@ def test_every_element_lies_in_exactly_one_shard(params: list[ParamSpec], rules:
 
 
 @given(_models(), _RULES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_slots_and_shards_are_aligned_and_only_the_end_is_padded(params: list[ParamSpec], rules: BucketRules) -> None:
     for bucket in _plan(params, rules):
         assert bucket.shard_numel * bucket.itemsize % ALIGNMENT_BYTES == 0
@@ -91,7 +91,7 @@ def test_slots_and_shards_are_aligned_and_only_the_end_is_padded(params: list[Pa
 
 
 @given(_models(), _RULES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_gaps_are_what_the_slots_leave(params: list[ParamSpec], rules: BucketRules) -> None:
     for bucket in _plan(params, rules):
         covered = sorted([*bucket.gaps(), *((slot.offset_numel, slot.end_numel) for slot in bucket.slots)])
@@ -100,7 +100,7 @@ def test_gaps_are_what_the_slots_leave(params: list[ParamSpec], rules: BucketRul
 
 
 @given(_models(), _RULES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_bucket_is_of_one_dtype_and_frozen_parameters_stand_apart(
     params: list[ParamSpec], rules: BucketRules
 ) -> None:
@@ -115,7 +115,7 @@ def test_a_bucket_is_of_one_dtype_and_frozen_parameters_stand_apart(
 
 
 @given(_models(), _RULES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_unit_is_split_only_where_it_is_larger_than_the_buffer(params: list[ParamSpec], rules: BucketRules) -> None:
     buckets = _plan(params, rules._replace(fusion=True))
     for dtype in _ITEMSIZES:
@@ -132,17 +132,15 @@ def test_a_unit_is_split_only_where_it_is_larger_than_the_buffer(params: list[Pa
 
 
 @given(_models(), _RULES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_bucket_exceeds_the_buffer_only_for_one_large_parameter(params: list[ParamSpec], rules: BucketRules) -> None:
     for bucket in _plan(params, rules._replace(fusion=True)):
         used_bytes = sum(_aligned_bytes(params[slot.param]) for slot in bucket.slots)
-        if not rules.merge_units and used_bytes <= rules.buffer_bytes:
-            assert len(bucket.units) == 1
         assert used_bytes <= rules.buffer_bytes or len(bucket.slots) == 1
 
 
 @given(_models(), _RULES)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_without_fusion_every_parameter_stands_alone(params: list[ParamSpec], rules: BucketRules) -> None:
     buckets = _plan(params, rules._replace(fusion=False))
     assert [slot.param for bucket in buckets for slot in bucket.slots] == list(range(len(params)))
@@ -150,7 +148,7 @@ def test_without_fusion_every_parameter_stands_alone(params: list[ParamSpec], ru
 
 
 @given(_models(), _RULES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_order_follows_registration_and_never_the_number_of_ranks(
     params: list[ParamSpec], rules: BucketRules
 ) -> None:
@@ -158,10 +156,9 @@ def test_the_order_follows_registration_and_never_the_number_of_ranks(
     firsts = [bucket.slots[0].param for bucket in buckets]
     assert firsts == sorted(firsts)
     for bucket in buckets:
-        within = [(params[slot.param].unit, slot.param) for slot in bucket.slots]
-        assert [index for _, index in within] == sorted(index for _, index in within) or len(bucket.units) > 1
-    again = _plan(list(params), rules)
-    assert again == buckets
+        for unit in bucket.units:
+            members = [slot.param for slot in bucket.slots if params[slot.param].unit == unit]
+            assert members == sorted(members)
     one = _plan(params, rules._replace(nranks=1))
     assert [bucket.slots for bucket in one] == [bucket.slots for bucket in buckets]
 
@@ -180,7 +177,7 @@ def test_merged_buckets_grow_from_a_quarter_of_the_buffer() -> None:
 
 def test_units_do_not_merge_unless_asked() -> None:
     rules = BucketRules(2, 512 * 8, fusion=True, merge_units=False)
-    assert [len(bucket.slots) for bucket in _plan(_equal_units(5, 512), rules)] == [1] * 5
+    assert [bucket.name for bucket in _plan(_equal_units(5, 512), rules)] == [f"{unit}:p{unit}" for unit in range(5)]
 
 
 def test_a_large_unit_between_small_ones_keeps_its_buckets_to_itself() -> None:

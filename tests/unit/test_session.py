@@ -17,7 +17,7 @@ from hp_sharding.config import ShardingConfig
 from hp_sharding.errors import ConfigError
 from hp_sharding.fleet import session as session_module
 from hp_sharding.fleet.session import Session
-from hp_sharding.fleet.strategy import DistributedStrategy
+from hp_sharding.fleet.strategy import Degrees, DistributedStrategy
 
 
 class _Sharded:
@@ -184,6 +184,7 @@ class TestDistributedModel:
         with pytest.raises(ConfigError, match=r"expected a paddle\.nn\.Layer"):
             session.distributed_model(what)
 
+    @pytest.mark.filterwarnings("ignore:The program will return to single-card operation")
     def test_refuses_a_data_parallel_inside(self, session: Session) -> None:
         inner = paddle.DataParallel(paddle.nn.Linear(2, 2))
         for model in (inner, paddle.nn.Sequential(inner)):
@@ -278,6 +279,12 @@ class TestDistributedOptimizer:
         session.distributed_model(paddle.nn.Linear(2, 2))
         with pytest.raises(ConfigError, match=r"expected a paddle\.optimizer\.Optimizer, got list"):
             session.distributed_optimizer([])
+
+    def test_refuses_other_degrees_than_those_of_init(self, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = session.distributed_model(paddle.nn.Linear(2, 2))
+        monkeypatch.setattr(session_module, "resolve_degrees", lambda strategy, world: Degrees(1, 2))
+        with pytest.raises(ConfigError, match=r"asks for Degrees\(dp=1, sharding=2\), but fleet.init made"):
+            session.distributed_optimizer(_sgd(model), strategy=_strategy())
 
     def test_takes_a_strategy_of_its_own(self, session: Session) -> None:
         model = session.distributed_model(paddle.nn.Linear(2, 2))

@@ -1,0 +1,190 @@
+"""Processes that take turns: each group of ranks trains one contender, and all wait while another one is training.
+
+A process that waits reads from a pipe and costs nothing, so that the contenders can be interleaved in one run and a
+machine that gets slower meanwhile is slower for all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from benchmarks.links import Seat, rank_environments
+
+if TYPE_CHECKING:
+    from benchmarks.contenders import Trainee
+    from benchmarks.gpt import Batches
+
+ROOT = Path(__file__).resolve().parent.parent
+PHASES = ("forward", "backward", "update")
+_READY_TIMEOUT_S = 120.0
+_TURN_TIMEOUT_S = 180.0
+_GOODBYE_S = 15.0
+
+
+class Turn(NamedTuple):
+    """What a rank is asked to do: steps that are not timed, then steps that are."""
+
+    warmup_steps: int
+    timed_steps: int
+
+
+@dataclass
+class RankTurn:
+    """What a rank reports of its turn.
+
+    Attributes:
+        step_ms: duration of each timed step.
+        phase_ms: for each of ``PHASES``, its part of each timed step; update is ``step()`` and ``clear_grad()``.
+        losses: of all steps, the warm-up included.
+        cpu_ms: processor time of all threads for each timed step, on average.
+        main_cpu_ms: the same for the thread that trains.
+        turn_cpu_s: processor time of all threads over the whole turn.
+        timeline: medians over the timed steps, from hp_sharding's own record; empty for the others.
+    """
+
+    step_ms: list[float] = field(default_factory=list)
+    phase_ms: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
+    losses: list[float] = field(default_factory=list)
+    cpu_ms: float = 0.0
+    main_cpu_ms: float = 0.0
+    turn_cpu_s: float = 0.0
+    timeline: dict[str, float] = field(default_factory=dict)
+
+
+class RankFailed(RuntimeError):
+    """A rank's process ended or hung; carries the end of its output."""
+
+
+class Group:
+    """The processes of one contender, one a rank. They import Paddle at once and set up when told to.
+
+    Args:
+        argv: arguments after the interpreter; ``--pipe FD`` is added.
+        seating: where each rank runs.
+        environment: more variables for all ranks.
+        logs: directory for what they print.
+    """
+
+    def __init__(self, name: str, argv: Sequence[str], seating: Sequence[Seat], environment: dict[str, str]) -> None:
+        self.name = name
+        self._pipes: list[connection.Connection[Any, Any]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._logs = tempfile.TemporaryDirectory(prefix="hp_sharding_step_")
+        for rank, (seat, own) in enumerate(zip(seating, rank_environments(seating), strict=True)):
+            self._start(rank, argv, seat, {**os.environ, **environment, **own})
+
+    def _start(self, rank: int, argv: Sequence[str], seat: Seat, environment: dict[str, str]) -> None:
+        ours, theirs = connection.Pipe()
+        fd = theirs.fileno()
+        command = seat.host.command([sys.executable, "-W", "ignore", *argv, "--pipe", str(fd)], core=seat.core)
+        with theirs, self._log(rank).open("wb") as log:
+            self._processes.append(
+                subprocess.Popen(
+                    command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, pass_fds=[fd]
+                )
+            )
+        self._pipes.append(ours)
+
+    def await_ready(self) -> None:
+        """Waits until every rank has imported Paddle."""
+        self._ask(None, _READY_TIMEOUT_S)
+
+    def set_up(self) -> None:
+        """Has the ranks build their model and meet."""
+        self._ask("set up", _READY_TIMEOUT_S)
+
+    def take_turn(self, turn: Turn) -> list[RankTurn]:
+        """Has the ranks train, all at the same time. Returns what each reports."""
+        return self._ask(turn, _TURN_TIMEOUT_S)
+
+    def end(self) -> None:
+        """Lets the processes end by themselves, and kills those that do not."""
+        for pipe in self._pipes:
+            pipe.close()
+        deadline_s = time.monotonic() + _GOODBYE_S
+        for process in self._processes:
+            try:
+                process.wait(max(0.1, deadline_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._logs.cleanup()
+
+    def _ask(self, question: Any, timeout_s: float) -> list[Any]:
+        if question is not None:
+            for pipe in self._pipes:
+                pipe.send(question)
+        deadline_s = time.monotonic() + timeout_s
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                if not pipe.poll(max(0.0, deadline_s - time.monotonic())):
+                    raise EOFError(f"no answer within {timeout_s:g} s")
+                answers.append(pipe.recv())
+            except (EOFError, ConnectionResetError) as error:
+                raise RankFailed(f"{self.name}: rank {rank} failed ({error})\n{self._outputs()}") from error
+        return answers
+
+    def _outputs(self) -> str:
+        ends = (self._log(rank).read_text(errors="replace")[-3000:] for rank in range(len(self._processes)))
+        return "\n".join(f"---- the end of rank {rank}'s output:\n{end}" for rank, end in enumerate(ends))
+
+    def _log(self, rank: int) -> Path:
+        return Path(self._logs.name, f"rank{rank}.log")
+
+
+def serve(pipe: connection.Connection[Any, Any], build: Any) -> None:
+    """A rank's side of ``Group``: ``build()`` makes the trainee and its batches. Returns when the pipe closes."""
+    pipe.send("ready")
+    try:
+        pipe.recv()
+        trainee, batches = build()
+        pipe.send("set up")
+        while True:
+            pipe.send(_train(trainee, batches, pipe.recv()))
+    except EOFError:
+        return
+
+
+def _train(trainee: Trainee, batches: Batches, turn: Turn) -> RankTurn:
+    report = RankTurn()
+    begin_cpu_s = time.process_time()
+    for _ in range(turn.warmup_steps):
+        _step(trainee, batches, report)
+    report.step_ms, report.phase_ms = [], {phase: [] for phase in PHASES}
+    if trainee.timeline is not None:
+        trainee.timeline.steps.clear()
+    before = time.process_time(), time.thread_time()
+    for _ in range(turn.timed_steps):
+        _step(trainee, batches, report)
+    report.cpu_ms = (time.process_time() - before[0]) * 1e3 / turn.timed_steps
+    report.main_cpu_ms = (time.thread_time() - before[1]) * 1e3 / turn.timed_steps
+    if trainee.timeline is not None:
+        report.timeline = trainee.timeline.summary()
+    trainee.drain()
+    report.turn_cpu_s = time.process_time() - begin_cpu_s
+    return report
+
+
+def _step(trainee: Trainee, batches: Batches, report: RankTurn) -> None:
+    marks_s = [time.perf_counter()]
+    loss = trainee.forward(*batches.draw())
+    marks_s.append(time.perf_counter())
+    loss.backward()
+    marks_s.append(time.perf_counter())
+    trainee.optimizer.step()
+    trainee.optimizer.clear_grad()
+    report.losses.append(float(loss))
+    marks_s.append(time.perf_counter())
+    report.step_ms.append((marks_s[-1] - marks_s[0]) * 1e3)
+    for phase, begin_s, end_s in zip(PHASES, marks_s, marks_s[1:], strict=False):
+        report.phase_ms[phase].append((end_s - begin_s) * 1e3)

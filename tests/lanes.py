@@ -1,0 +1,154 @@
+"""Real collectives that arrive late and leave their outputs poisoned meanwhile, so that a missing wait shows.
+
+On a small model over loopback every collective is over before anybody could miss it. Here each one starts some
+milliseconds after it was asked for, on each rank at another time, and its output holds NaN until then.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from typing import Any, NamedTuple
+
+import paddle
+
+from hp_sharding.broadcast import broadcast_state
+from hp_sharding.comm import Communicator, Work, create_communicators
+from hp_sharding.comm.memory import bytes_of
+from hp_sharding.config import ShardingConfig
+from hp_sharding.optimizer import ShardedOptimizer
+from hp_sharding.sharding import LANES, build
+from tests.fakes import PoisoningPool
+
+DELAY_S = 0.003
+"""Longest delay of a collective; the mean is half of it. A step of the tests' models takes about as long."""
+
+_lanes: dict[tuple[int, ...], dict[str, Communicator]] = {}
+
+
+class Call(NamedTuple):
+    """One collective as it was started."""
+
+    lane: str
+    op: str
+    label: str
+    nbytes: int
+
+
+class _Delay(Work):
+    """Is done ``delay_s`` after it was made, and not before the work that it stands behind."""
+
+    def __init__(self, delay_s: float, after: Work | None) -> None:
+        self.op, self.label, self.lane, self.nbytes = "delay", "", "", 0
+        self.start_s: float | None = None
+        self.end_s: float | None = None
+        self._due_s = time.monotonic() + delay_s
+        self._after = after
+
+    def wait(self) -> None:
+        if self._after is not None:
+            self._after.wait()
+        time.sleep(max(0.0, self._due_s - time.monotonic()))
+
+    def done(self) -> bool:
+        return False
+
+
+class LateLane(Communicator):
+    """A lane whose collectives start late and whose outputs are NaN until then.
+
+    Attributes:
+        calls: everything that was started on this lane, in order.
+    """
+
+    def __init__(self, inner: Communicator, calls: list[Call], delay_s: float) -> None:
+        self.lane, self.ranks, self.rank = inner.lane, inner.ranks, inner.rank
+        self.calls = calls
+        self._inner = inner
+        self._delay_s = delay_s
+        # Other delays on every rank: what one rank has by luck another one lacks.
+        self._random = random.Random(inner.rank)
+
+    def all_gather(
+        self, output: paddle.Tensor, input: paddle.Tensor, *, label: str = "", after: Work | None = None
+    ) -> Work:
+        self._note("all_gather", label, output)
+        shard = input.shape[0]
+        own = input.data_ptr() == output.data_ptr() + self.rank * shard * output.element_size()
+        for rank in range(self.nranks):
+            if not own or rank != self.rank:
+                _poison(output._slice(rank * shard, (rank + 1) * shard))
+        return self._inner.all_gather(output, input, label=label, after=self._late(after))
+
+    def reduce_scatter(
+        self,
+        output: paddle.Tensor,
+        input: paddle.Tensor,
+        *,
+        label: str = "",
+        after: Work | None = None,
+        accumulate: bool = False,
+    ) -> Work:
+        self._note("reduce_scatter", label, input)
+        if not accumulate:
+            _poison(output)
+        return self._inner.reduce_scatter(output, input, label=label, after=self._late(after), accumulate=accumulate)
+
+    def all_reduce(self, tensor: paddle.Tensor, *, label: str = "", after: Work | None = None) -> Work:
+        self._note("all_reduce", label, tensor)
+        return self._inner.all_reduce(tensor, label=label, after=self._late(after))
+
+    def broadcast(self, tensor: paddle.Tensor, *, src: int, label: str = "", after: Work | None = None) -> Work:
+        self._note("broadcast", label, tensor)
+        return self._inner.broadcast(tensor, src=src, label=label, after=self._late(after))
+
+    def close(self) -> None:
+        """The lane below is shared with later tests."""
+
+    def _note(self, op: str, label: str, tensor: paddle.Tensor) -> None:
+        self.calls.append(Call(self.lane, op, label, tensor.size * tensor.element_size()))
+
+    def _late(self, after: Work | None) -> Work | None:
+        return _Delay(self._random.uniform(0.1, 1.0) * self._delay_s, after) if self._delay_s else after
+
+
+class Wrapped(NamedTuple):
+    """A model wrapped over late lanes and a poisoning pool."""
+
+    model: paddle.nn.Layer
+    optimizer: ShardedOptimizer
+    calls: list[Call]
+
+
+def wrap(
+    model: paddle.nn.Layer, inner: Any, nranks: int, *, delay_s: float = DELAY_S, poison: bool = True, **settings: Any
+) -> Wrapped:
+    """What ``hp_sharding.shard`` does, over late lanes and with freed memory of NaN. Collective.
+
+    Args:
+        nranks: all ranks of the test.
+        delay_s: longest delay of a collective, 0 for none.
+        poison: whether outputs of collectives and freed blocks hold NaN.
+        settings: those of ``ShardingConfig``.
+    """
+    lanes = real_lanes(nranks)
+    broadcast_state(model, lanes["gather"])
+    calls: list[Call] = []
+    late = {name: LateLane(lane, calls, delay_s) if poison else lane for name, lane in lanes.items()}
+    pool = PoisoningPool() if poison else None
+    return Wrapped(model, build(model, inner, ShardingConfig(**settings), lanes=late, pool=pool), calls)
+
+
+def real_lanes(nranks: int) -> dict[str, Communicator]:
+    """The lanes over all ranks, made once per process. What an earlier test left on them is over before a new one."""
+    ranks = tuple(range(nranks))
+    if ranks not in _lanes:
+        _lanes[ranks] = create_communicators(ranks, LANES, timeout_s=30)
+    gc.collect()
+    return _lanes[ranks]
+
+
+def _poison(tensor: paddle.Tensor) -> None:
+    if tensor.is_floating_point():
+        bytes_of(tensor, tensor.size * tensor.element_size())[:] = 0xFF

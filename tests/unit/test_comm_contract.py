@@ -1,0 +1,343 @@
+"""What every communicator must do, whatever it is made of.
+
+Each check takes one rank's lanes, at least ``"one"`` and ``"two"``, over the same ranks, and is called on all of them at
+once. Here the checks run over a group of one; ``tests/dist/test_comm_gloo.py`` runs them over more.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import paddle
+import pytest
+
+from hp_sharding.comm import Communicator, Work, create_communicators
+from hp_sharding.errors import CommError, ConfigError
+
+Lanes = Mapping[str, Communicator]
+Array = npt.NDArray[Any]
+
+SIZES = [0, 1, 3, 1000, 70_001]
+FLOATS = ["float32", "float16", "bfloat16", "float64"]
+WHOLE = ["int32", "int64", "uint8"]
+CHECKS: dict[str, Callable[[Lanes], None]] = {}
+
+
+def _check(function: Callable[[Lanes], None]) -> Callable[[Lanes], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+class Gate(Work):
+    """A work that is done when the test says so."""
+
+    def __init__(self, error: CommError | None = None) -> None:
+        self.op = self.label = self.lane = "gate"
+        self.nbytes = 0
+        self.start_s = self.end_s = None
+        self._error = error
+        self._open = threading.Event()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def wait(self) -> None:
+        self._open.wait()
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        return self._open.is_set()
+
+
+def _term(rank: int, numel: int, dtype: str) -> Array:
+    """What a rank contributes, in numpy's nearest type: float32 values that bfloat16 holds exactly for that dtype."""
+    generator = np.random.default_rng(1000 + rank)
+    if dtype in WHOLE:
+        return generator.integers(0, 20, numel).astype(dtype)
+    if dtype == "bool":
+        return generator.integers(0, 2, numel).astype(bool)
+    values = generator.standard_normal(numel)
+    if dtype == "bfloat16":
+        bits = values.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+        return bits.view(np.float32)
+    return values.astype(dtype)
+
+
+def _tensor(values: Array, dtype: str) -> paddle.Tensor:
+    tensor = paddle.to_tensor(values)
+    return tensor.cast("bfloat16") if dtype == "bfloat16" else tensor
+
+
+def _numpy(tensor: paddle.Tensor) -> Array:
+    return (tensor.cast("float32") if tensor.dtype == paddle.bfloat16 else tensor).numpy()
+
+
+def _bits(tensor: paddle.Tensor) -> bytes:
+    return tensor.numpy().tobytes()
+
+
+def _sum(terms: list[Array], dtype: str) -> Array:
+    """The sum in the order of ranks; 16-bit types in float32, rounded once at the end."""
+    wide = [term.astype(np.float32) if dtype in ("float16", "bfloat16") else term for term in terms]
+    total = wide[0].copy()
+    for term in wide[1:]:
+        total += term
+    return _numpy(paddle.to_tensor(total).cast(dtype))
+
+
+def _assert_sum(found: paddle.Tensor, terms: list[Array], dtype: str) -> None:
+    expected = _sum(terms, dtype)
+    if len(terms) <= 2 or dtype in WHOLE:
+        np.testing.assert_array_equal(_numpy(found), expected)
+    else:
+        # Another order of terms, then one rounding: at most one unit in the last place of the stored type.
+        tolerance = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-6, "float64": 1e-14}[dtype]
+        np.testing.assert_allclose(_numpy(found), expected, rtol=tolerance, atol=4 * tolerance)
+
+
+@_check
+def all_gather_fills_the_output_in_rank_order(lanes: Lanes) -> None:
+    comm = lanes["one"]
+    for dtype in [*FLOATS, *WHOLE, "bool"]:
+        for numel in SIZES:
+            own = _tensor(_term(comm.rank, numel, dtype), dtype)
+            before = _bits(own)
+            output = paddle.zeros([comm.nranks * numel], "int32").cast(dtype)
+            comm.all_gather(output, own, label="a").wait()
+            expected = np.concatenate([_term(rank, numel, dtype) for rank in range(comm.nranks)])
+            np.testing.assert_array_equal(_numpy(output), expected)
+            assert _bits(own) == before
+
+
+@_check
+def all_gather_works_in_place(lanes: Lanes) -> None:
+    comm = lanes["one"]
+    for numel in [1, 1000, 70_001, 600_000]:
+        values = np.full(comm.nranks * numel, -1, np.float32)
+        values[comm.rank * numel : (comm.rank + 1) * numel] = _term(comm.rank, numel, "float32")
+        output = paddle.to_tensor(values)
+        comm.all_gather(output, output._slice(comm.rank * numel, (comm.rank + 1) * numel)).wait()
+        expected = np.concatenate([_term(rank, numel, "float32") for rank in range(comm.nranks)])
+        np.testing.assert_array_equal(output.numpy(), expected)
+
+
+@_check
+def reduce_scatter_sums_this_ranks_slice(lanes: Lanes) -> None:
+    comm = lanes["one"]
+    for dtype in [*FLOATS, *WHOLE]:
+        for numel in SIZES:
+            terms = [_term(rank, comm.nranks * numel, dtype) for rank in range(comm.nranks)]
+            data = _tensor(terms[comm.rank], dtype)
+            before = _bits(data)
+            output = paddle.ones([numel]).cast(dtype)
+            comm.reduce_scatter(output, data, label="a").wait()
+            own = slice(comm.rank * numel, (comm.rank + 1) * numel)
+            _assert_sum(output, [term[own] for term in terms], dtype)
+            assert _bits(data) == before, "the input was written to"
+
+
+@_check
+def reduce_scatter_accumulates(lanes: Lanes) -> None:
+    comm = lanes["one"]
+    for dtype in FLOATS:
+        for numel in SIZES:
+            terms = [_term(rank, comm.nranks * numel, dtype) for rank in range(comm.nranks)]
+            own = slice(comm.rank * numel, (comm.rank + 1) * numel)
+            held = _term(77, numel, dtype)
+            output = _tensor(held, dtype)
+            comm.reduce_scatter(output, _tensor(terms[comm.rank], dtype), accumulate=True).wait()
+            # Addition commutes: with the group's own sum first, two ranks still have one order.
+            wide = np.float32 if dtype in ("float16", "bfloat16") else held.dtype
+            parts = [term[own].astype(wide) for term in terms]
+            total = parts[0] if len(parts) == 1 else sum(parts[1:], start=parts[0])
+            _assert_sum(output, [total, held.astype(wide)] if comm.nranks <= 2 else [*parts, held.astype(wide)], dtype)
+
+
+@_check
+def all_reduce_sums_and_agrees_bitwise(lanes: Lanes) -> None:
+    comm = lanes["one"]
+    for dtype in [*FLOATS, *WHOLE]:
+        for numel in [*SIZES, 2 * comm.nranks + 1]:
+            terms = [_term(rank, numel, dtype) for rank in range(comm.nranks)]
+            tensor = _tensor(terms[comm.rank], dtype)
+            comm.all_reduce(tensor, label="a").wait()
+            _assert_sum(tensor, terms, dtype)
+            mine = tensor.view("uint8") if numel else paddle.zeros([0], "uint8")
+            everyones = paddle.zeros([comm.nranks * mine.shape[0]], "uint8")
+            comm.all_gather(everyones, mine).wait()
+            assert len({row.tobytes() for row in everyones.numpy().reshape(comm.nranks, -1)}) == 1
+
+
+@_check
+def broadcast_copies_any_dtype_from_any_rank(lanes: Lanes) -> None:
+    comm = lanes["one"]
+    for dtype in [*FLOATS, *WHOLE, "bool"]:
+        for numel in SIZES:
+            for src in range(comm.nranks):
+                tensor = _tensor(_term(comm.rank, numel, dtype), dtype)
+                comm.broadcast(tensor, src=src, label="a").wait()
+                np.testing.assert_array_equal(_numpy(tensor), _term(src, numel, dtype))
+
+
+@_check
+def repeated_sums_have_the_same_bits(lanes: Lanes) -> None:
+    comm = lanes["one"]
+    data = _tensor(_term(comm.rank, comm.nranks * 300_001, "float32"), "float32")
+    found = set()
+    for lane in ("one", "two", "one"):
+        output = paddle.zeros([300_001])
+        whole = data.clone()
+        lanes[lane].reduce_scatter(output, data).wait()
+        lanes[lane].all_reduce(whole).wait()
+        found.add((_bits(output), _bits(whole)))
+    assert len(found) == 1
+
+
+@_check
+def lanes_are_first_in_first_out_and_independent(lanes: Lanes) -> None:
+    works: list[Work] = []
+    tensors = [paddle.full([size], 1.0) for size in (300_000, 1, 50_000, 0, 20_000) * 4]
+    for tensor in tensors:
+        works.append(lanes["one"].all_reduce(tensor, label="o"))
+        works.append(lanes["two"].all_reduce(tensor.clone(), label="t"))
+    for work in works:
+        work.wait()
+    for lane in ("one", "two"):
+        times = [(work.start_s, work.end_s) for work in works if work.lane == lane]
+        flat = [moment for pair in times for moment in pair]
+        assert flat == sorted(flat, key=lambda moment: moment or 0.0), "one began before the other had ended"
+    nranks = lanes["one"].nranks
+    assert all((tensor.numpy() == nranks).all() for tensor in tensors)
+
+
+@_check
+def works_say_what_they_are(lanes: Lanes) -> None:
+    comm = lanes["two"]
+    nranks = comm.nranks
+    full, shard = paddle.zeros([nranks * 8]), paddle.zeros([8])
+    begin_s = time.perf_counter()
+    works = [
+        comm.all_gather(full, shard, label="g"),
+        comm.reduce_scatter(shard, full, label="s"),
+        comm.all_reduce(full, label="r"),
+        comm.broadcast(shard, src=0, label="b"),
+    ]
+    for work in works:
+        work.wait()
+        work.wait()
+        assert work.done()
+        assert work.start_s is not None
+        assert work.end_s is not None
+        assert begin_s <= work.start_s <= work.end_s <= time.perf_counter()
+    assert [work.op for work in works] == ["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
+    assert [work.label for work in works] == ["g", "s", "r", "b"]
+    assert [work.nbytes for work in works] == [nranks * 32, nranks * 32, nranks * 32, 32]
+    assert {work.lane for work in works} == {"two"}
+    assert (comm.lane, len(comm.ranks)) == ("two", nranks)
+
+
+@_check
+def after_holds_a_collective_back(lanes: Lanes) -> None:
+    comm = lanes["one"]
+    gate = Gate()
+    data = paddle.zeros([comm.nranks * 5])
+    output = paddle.full([5], -1.0)
+    work = comm.reduce_scatter(output, data, after=gate)
+    later = comm.all_reduce(paddle.zeros([1]))
+    time.sleep(0.05)
+    assert not work.done()
+    assert work.start_s is None
+    if comm.nranks > 1:  # a group of one has nothing to keep in order
+        assert not later.done()
+    np.testing.assert_array_equal(output.numpy(), np.full(5, -1.0))
+    data.fill_(3.0)
+    gate.open()
+    work.wait()
+    later.wait()
+    np.testing.assert_array_equal(output.numpy(), np.full(5, 3.0 * comm.nranks))
+
+
+@_check
+def after_chains_lanes(lanes: Lanes) -> None:
+    shard = paddle.zeros([40_000])
+    for repeat in range(5):
+        full = paddle.full([lanes["one"].nranks * 40_000], float(repeat))
+        first = lanes["one"].reduce_scatter(shard, full, label="bucket")
+        second = lanes["two"].all_reduce(shard, label="bucket", after=first)
+        second.wait()
+        assert first.done()
+        np.testing.assert_array_equal(shard.numpy(), np.full(40_000, repeat * lanes["one"].nranks**2, np.float32))
+        assert second.start_s is not None
+        assert first.end_s is not None
+        assert second.start_s >= first.end_s
+
+
+@_check
+def memory_lives_as_long_as_the_collective(lanes: Lanes) -> None:
+    comm = lanes["one"]
+    gate = Gate()
+    output = paddle.zeros([200_000])
+    data = paddle.full([comm.nranks * 200_000], 2.0)
+    work = comm.reduce_scatter(output, data, after=gate)
+    # The caller's object takes other memory, and whoever allocates next may get what it had.
+    data._clear_data()
+    del data
+    gc.collect()
+    noise = [paddle.full([comm.nranks * 200_000], 9.0) for _ in range(8)]
+    gate.open()
+    work.wait()
+    np.testing.assert_array_equal(output.numpy(), np.full(200_000, 2.0 * comm.nranks))
+    assert len(noise) == 8
+
+
+@_check
+def bad_arguments_are_refused_before_anything_starts(lanes: Lanes) -> None:
+    comm = lanes["one"]
+    n = comm.nranks
+    flat = paddle.zeros([n * 4])
+    for start in (
+        lambda: comm.all_gather(flat, paddle.zeros([3])),
+        lambda: comm.all_gather(flat, paddle.zeros([4], "int32")),
+        lambda: comm.reduce_scatter(paddle.zeros([5]), flat),
+        lambda: comm.all_reduce(paddle.zeros([2, 2])),
+        lambda: comm.all_reduce(paddle.zeros([])),
+        lambda: comm.all_reduce(paddle.zeros([4], "bool")),
+        lambda: comm.all_reduce(paddle.zeros([8])[::2]),
+        lambda: comm.broadcast(flat, src=n),
+        lambda: comm.broadcast(flat, src=-1),
+    ):
+        with pytest.raises(ConfigError):
+            start()
+    comm.all_reduce(flat).wait()
+
+
+# The last one: it leaves the lanes closed, or failed.
+@_check
+def a_failure_of_what_it_follows_is_its_own(lanes: Lanes) -> None:
+    gate = Gate(CommError("it broke", op="all_gather", rank=5, peer=7))
+    work = lanes["one"].all_reduce(paddle.zeros([3]), label="bucket 1", after=gate)
+    gate.open()
+    for _ in range(2):
+        with pytest.raises(CommError, match="it broke") as caught:
+            work.wait()
+        assert (caught.value.op, caught.value.label, caught.value.lane) == ("all_reduce", "bucket 1", "one")
+    assert work.done()
+    assert work.end_s is None
+    for comm in lanes.values():
+        comm.close()
+        comm.close()
+
+
+@pytest.mark.parametrize("name", list(CHECKS))
+def test_group_of_one(name: str) -> None:
+    lanes = create_communicators([0], ["one", "two"])
+    CHECKS[name](lanes)
+    for comm in lanes.values():
+        comm.close()
