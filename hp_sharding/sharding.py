@@ -63,12 +63,31 @@ def shard(
     if replicate_group is not None and len(_ranks(replicate_group)) > 1:
         raise ConfigError("replicate_group: more than one replica is not supported yet; use one shard group")
     config = config if config is not None else ShardingConfig()
-    baseline_bytes = _allocated_bytes() - _param_bytes(model)
     check_wrap(model, optimizer)
+    return shard_over(model, optimizer, config, lanes=open_lanes(model, ranks, timeout_s=config.timeout_s))
+
+
+def open_lanes(model: nn.Layer, ranks: Sequence[int], *, timeout_s: float) -> dict[str, Communicator]:
+    """Connects the ranks and gives all of them the first one's parameters and buffers. Nothing for one rank."""
     if len(ranks) == 1:
+        return {}
+    lanes = create_communicators(ranks, LANES, timeout_s=timeout_s)
+    broadcast_state(model, lanes[LANES[0]])
+    return lanes
+
+
+def shard_over(
+    model: nn.Layer,
+    optimizer: paddle.optimizer.Optimizer,
+    config: ShardingConfig,
+    *,
+    lanes: dict[str, Communicator],
+) -> ShardedOptimizer | PlainOptimizer:
+    """``shard`` over what ``open_lanes`` returned. Raises ConfigError before any collective starts."""
+    check_wrap(model, optimizer)
+    baseline_bytes = _allocated_bytes() - _param_bytes(model)
+    if not lanes:
         return PlainOptimizer(optimizer, config, baseline_bytes)
-    lanes = create_communicators(ranks, LANES, timeout_s=config.timeout_s)
-    broadcast_state(model, lanes["gather"])
     sharded = build(model, optimizer, config, lanes=lanes)
     sharded._baseline_bytes = baseline_bytes
     return sharded

@@ -7,6 +7,14 @@ from typing import NamedTuple
 
 from paddle import nn
 from paddle.base.framework import EagerParamBase
+from paddle.nn.layer.norm import _BatchNormBase
+
+_STATISTICS = (
+    (_BatchNormBase, ("_mean", "_variance")),
+    (nn.BatchNorm, ("_mean", "_variance")),
+    (nn.SpectralNorm, ("weight_u", "weight_v")),
+)
+"""What Paddle holds as parameters but a forward writes: every rank has its own, as with buffers, so none is sharded."""
 
 _NEVER_CALLED = (nn.LayerList, nn.LayerDict)
 """Containers without a forward of their own: a hook on them never fires, so they cannot be units."""
@@ -41,7 +49,7 @@ class UnitParam(NamedTuple):
 
 
 class UnitPlan(NamedTuple):
-    """The units of a model in registration order, and its parameters, each once."""
+    """The units of a model in registration order, and its parameters, each once, without running statistics."""
 
     units: list[Unit]
     params: list[UnitParam]
@@ -81,10 +89,14 @@ def _collect(layer: nn.Layer, prefix: str, unit: int | None, found: _Found) -> N
         found.layers.discard(id(layer))  # a layer held twice is one unit, at its first place
     assert unit is not None
     for name, param in layer._parameters.items():
-        if param is not None:
+        if param is not None and not _is_statistic(layer, name):
             found.places.append((f"{prefix}.{name}" if prefix else name, param, unit))
     for name, child in layer.named_children():
         _collect(child, f"{prefix}.{name}" if prefix else name, unit, found)
+
+
+def _is_statistic(layer: nn.Layer, name: str) -> bool:
+    return any(isinstance(layer, kind) and name in names for kind, names in _STATISTICS)
 
 
 def _auto(layer: nn.Layer) -> Iterator[nn.Layer]:

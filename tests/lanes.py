@@ -21,7 +21,7 @@ from hp_sharding.optimizer import ShardedOptimizer
 from hp_sharding.sharding import LANES, build
 from tests.fakes import PoisoningPool
 
-DELAY_S = 0.003
+DELAY_S = 0.001
 """Longest delay of a collective; the mean is half of it. A step of the tests' models takes about as long."""
 
 _lanes: dict[tuple[int, ...], dict[str, Communicator]] = {}

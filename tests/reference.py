@@ -20,11 +20,11 @@ Values = dict[str, Array]
 
 
 class Run(NamedTuple):
-    """A training run: the losses of each step (one a rank), the parameters at its end, and the ranks' buffers."""
+    """A training run: the losses of each step (one a rank), the parameters at its end, and what each rank has of its own."""
 
     losses: list[list[float]]
     params: Values
-    buffers: list[Values]
+    statistics: list[Values]
 
 
 def train(name: str, optimizer_name: str, nranks: int, steps: int) -> Run:
@@ -37,7 +37,7 @@ def train(name: str, optimizer_name: str, nranks: int, steps: int) -> Run:
         losses.append(ranks.backward(lambda rank, step=step: loss_of(model, make_batch(name, step, rank))))
         optimizer.step()
         optimizer.clear_grad(set_to_zero=False)
-    return Run(losses, values(model), ranks.buffers)
+    return Run(losses, values(model), ranks.statistics)
 
 
 def train_concatenated(name: str, optimizer_name: str, nranks: int, steps: int) -> Run:
@@ -60,11 +60,11 @@ class Ranks:
     """All ranks of a data-parallel run, in turn, on one model.
 
     Attributes:
-        buffers: those of each rank.
+        statistics: those of each rank.
     """
 
     def __init__(self, model: nn.Layer, nranks: int, *, divisor: float | None = None) -> None:
-        self.buffers = [_buffers(model) for _ in range(nranks)]
+        self.statistics = [statistics(model) for _ in range(nranks)]
         self._model = model
         self._divisor = divisor or nranks
 
@@ -78,7 +78,7 @@ class Ranks:
         before = [_take_grad(param) for param in params]
         totals: list[paddle.Tensor | None] = [None] * len(params)
         losses = []
-        for rank in range(len(self.buffers)):
+        for rank in range(len(self.statistics)):
             losses.append(self._run_rank(rank, loss))
             for index, param in enumerate(params):
                 totals[index] = _add(totals[index], _take_grad(param))
@@ -90,17 +90,22 @@ class Ranks:
         return losses
 
     def _run_rank(self, rank: int, loss: Callable[[int], paddle.Tensor | None]) -> float:
-        _set_buffers(self._model, self.buffers[rank])
+        _set_statistics(self._model, self.statistics[rank])
         value = loss(rank)
         if value is not None:
             value.backward()
-        self.buffers[rank] = _buffers(self._model)
+        self.statistics[rank] = statistics(self._model)
         return float("nan") if value is None else float(value)
 
 
 def values(model: nn.Layer) -> Values:
-    """Copies of all parameters."""
-    return {name: param.numpy().copy() for name, param in model.named_parameters()}
+    """Copies of all parameters that are not running statistics."""
+    return {name: param.numpy().copy() for name, param in model.named_parameters() if not _is_statistic(name)}
+
+
+def statistics(model: nn.Layer) -> Values:
+    """Copies of what each rank has of its own: buffers and running statistics, which Paddle holds as parameters."""
+    return {name: tensor.numpy().copy() for name, tensor in _statistics(model)}
 
 
 def assert_equal(found: Values, expected: Values, what: str = "") -> None:
@@ -138,10 +143,15 @@ def _take_grad(param: paddle.Tensor) -> paddle.Tensor | None:
     return grad
 
 
-def _buffers(model: nn.Layer) -> Values:
-    return {name: buffer.numpy().copy() for name, buffer in model.named_buffers()}
+def _statistics(model: nn.Layer) -> list[tuple[str, paddle.Tensor]]:
+    params = [(name, param) for name, param in model.named_parameters() if _is_statistic(name)]
+    return [*params, *model.named_buffers()]
 
 
-def _set_buffers(model: nn.Layer, wanted: Values) -> None:
-    for name, buffer in model.named_buffers():
-        buffer.set_value(wanted[name])
+def _is_statistic(name: str) -> bool:
+    return name.endswith(("._mean", "._variance"))
+
+
+def _set_statistics(model: nn.Layer, wanted: Values) -> None:
+    for name, tensor in _statistics(model):
+        tensor.set_value(wanted[name])

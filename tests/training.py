@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 from typing import Any, NamedTuple
 
-import numpy as np
 from paddle import nn
 
 from hp_sharding import full_parameters
 from tests.lanes import DELAY_S, Call, wrap
 from tests.models import loss_of, make_batch, make_model, make_optimizer
-from tests.reference import Values, values
+from tests.reference import Values, statistics, values
 
 
 class Case(NamedTuple):
@@ -46,7 +45,7 @@ class RankRun(NamedTuple):
     losses: list[float]
     digests: list[str]
     params: Values
-    buffers: Values
+    statistics: Values
     calls: list[Call]
     orders: list[list[int]]
 
@@ -73,14 +72,13 @@ def train(rank: int, nranks: int, case: Case) -> RankRun:
                 digests.append(digest(model))
     with full_parameters(model):
         params = values(model)
-    buffers = {name: buffer.numpy().copy() for name, buffer in model.named_buffers()}
     orders = [optimizer._reducer.order, optimizer._schedule.gather_order]
-    return RankRun(losses, digests, params, buffers, calls, orders)
+    return RankRun(losses, digests, params, statistics(model), calls, orders)
 
 
 def digest(model: nn.Layer) -> str:
     """A hash of the bits of all parameters."""
     found = hashlib.sha256()
-    for param in model.parameters():
-        found.update(np.ascontiguousarray(param.numpy()).tobytes())
+    for value in values(model).values():
+        found.update(value.tobytes())
     return found.hexdigest()

@@ -16,11 +16,11 @@ import paddle.distributed.fleet.base.topology as paddle_topology
 from paddle.distributed.fleet import DistributedStrategy as PaddleStrategy
 from paddle.distributed.fleet.base.role_maker import RoleMakerBase
 
-from ..broadcast import broadcast_state, check_state_exists
-from ..comm import collision_free_groups, create_communicators
+from ..broadcast import check_state_exists
+from ..comm import Communicator, collision_free_groups
 from ..config import ShardingConfig
 from ..errors import ConfigError
-from ..sharding import shard
+from ..sharding import open_lanes, shard_over
 from .strategy import Degrees, resolve_degrees, sharding_config, with_degrees
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class Session:
     def __init__(self) -> None:
         self._settings: _Settings | None = None
         self._models: list[weakref.ref[paddle.nn.Layer]] = []
+        self._lanes: weakref.WeakKeyDictionary[paddle.nn.Layer, dict[str, Communicator]] = weakref.WeakKeyDictionary()
         self._optimizers: list[weakref.ref[Any]] = []
 
     def init(
@@ -73,8 +74,7 @@ class Session:
         settings = self._require_init("distributed_model")
         self._check_new_model(model)
         check_state_exists(model)
-        if settings.world > 1:
-            _broadcast(model, settings)
+        self._lanes[model] = open_lanes(model, range(settings.world), timeout_s=settings.config.timeout_s)
         self._models.append(weakref.ref(model))
         return model
 
@@ -86,9 +86,7 @@ class Session:
         config = settings.config if strategy is None else _other_config(strategy, settings)
         self._check_new_optimizer(optimizer)
         model = self._model_of(optimizer, config)
-        sharded = shard(
-            model, optimizer, config=config, shard_group=list(range(settings.degrees.sharding)), replicate_group=None
-        )
+        sharded = shard_over(model, optimizer, config, lanes=self._lanes[model])
         if strategy is not None:
             # Paddle's scaler and layers read it there, as they do after Paddle's own distributed_optimizer.
             paddle_fleet.fleet._user_defined_strategy = with_degrees(strategy, settings.degrees)
@@ -224,17 +222,12 @@ def _other_config(strategy: PaddleStrategy, settings: _Settings) -> ShardingConf
         raise ConfigError(
             f"fleet.distributed_optimizer: its strategy asks for {degrees}, but fleet.init made {settings.degrees}"
         )
+    if config.timeout_s != settings.config.timeout_s:
+        raise ConfigError(
+            f"fleet.distributed_optimizer: its strategy sets timeout_s={config.timeout_s:g}, but the model was connected "
+            f"with {settings.config.timeout_s:g}; set it in the strategy that fleet.init gets"
+        )
     return config
-
-
-def _broadcast(model: paddle.nn.Layer, settings: _Settings) -> None:
-    lanes = create_communicators(
-        tuple(range(settings.world)), lanes=("broadcast",), timeout_s=settings.config.timeout_s
-    )
-    try:
-        broadcast_state(model, lanes["broadcast"])
-    finally:
-        lanes["broadcast"].close()
 
 
 def _parameters(optimizer: paddle.optimizer.Optimizer) -> Iterator[paddle.Tensor]:

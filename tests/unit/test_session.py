@@ -21,10 +21,12 @@ from hp_sharding.fleet.strategy import Degrees, DistributedStrategy
 
 
 class _Sharded:
-    """What the replaced ``shard`` returns: the arguments it was called with."""
+    """What the replaced ``shard_over`` returns: the arguments it was called with."""
 
-    def __init__(self, model: paddle.nn.Layer, optimizer: Any, **settings: Any) -> None:
-        self.model, self.optimizer, self.settings = model, optimizer, settings
+    def __init__(
+        self, model: paddle.nn.Layer, optimizer: Any, config: ShardingConfig, *, lanes: dict[str, Any]
+    ) -> None:
+        self.model, self.optimizer, self.config, self.lanes = model, optimizer, config, lanes
 
 
 class _Switch:
@@ -39,7 +41,7 @@ def inits(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Degrees and backend of every start of Paddle's environment, none of which happens."""
     calls: list[Any] = []
     monkeypatch.setattr(session_module, "_init_paddle", lambda *args: calls.append(args))
-    monkeypatch.setattr(session_module, "shard", _Sharded)
+    monkeypatch.setattr(session_module, "shard_over", _Sharded)
     return calls
 
 
@@ -146,14 +148,14 @@ class TestInit:
         model = session.distributed_model(paddle.nn.Linear(2, 2))
         session.init(strategy=_strategy(stage=2, reduce_overlap=True))
         sharded: Any = session.distributed_optimizer(_sgd(model))
-        assert sharded.settings["config"] == ShardingConfig(stage=2, reduce_overlap=True)
+        assert sharded.config == ShardingConfig(stage=2, reduce_overlap=True)
 
     def test_refused_keeps_the_earlier_settings(self, session: Session) -> None:
         with pytest.raises(ConfigError):
             session.init(strategy=_strategy({"mp_degree": 2}))
         model = session.distributed_model(paddle.nn.Linear(2, 2))
         sharded: Any = session.distributed_optimizer(_sgd(model))
-        assert sharded.settings["config"].stage == 1
+        assert sharded.config.stage == 1
 
 
 class TestDistributedModel:
@@ -211,7 +213,7 @@ class TestDistributedOptimizer:
         sharded: Any = session.distributed_optimizer(optimizer)
         assert sharded.model is model
         assert sharded.optimizer is optimizer
-        assert sharded.settings == {"config": ShardingConfig(stage=1), "shard_group": [0], "replicate_group": None}
+        assert (sharded.config, sharded.lanes) == (ShardingConfig(stage=1), {})
 
     def test_finds_the_model_that_owns_its_parameters(self, session: Session) -> None:
         generator = session.distributed_model(paddle.nn.Linear(2, 2))
@@ -270,7 +272,7 @@ class TestDistributedOptimizer:
         model = session.distributed_model(paddle.nn.Linear(2, 2))
         optimizer = _sgd(model)
         with monkeypatch.context() as context:
-            context.setattr(session_module, "shard", refuse)
+            context.setattr(session_module, "shard_over", refuse)
             with pytest.raises(ConfigError, match="refused"):
                 session.distributed_optimizer(optimizer)
         session.distributed_optimizer(optimizer)
@@ -291,9 +293,9 @@ class TestDistributedOptimizer:
         with pytest.raises(ConfigError, match="does not divide"):
             session.distributed_optimizer(_sgd(model), strategy=_strategy({"sharding_degree": 2}))
         sharded: Any = session.distributed_optimizer(_sgd(model), strategy=_strategy(stage=2, timeline=True))
-        assert sharded.settings["config"] == ShardingConfig(stage=2, timeline=True)
+        assert sharded.config == ShardingConfig(stage=2, timeline=True)
         other: Any = session.distributed_optimizer(_sgd(model))
-        assert other.settings["config"].stage == 1, "it holds for that optimizer only"
+        assert other.config.stage == 1, "it holds for that optimizer only"
 
 
 def test_distributed_scaler_accepts_only_one_that_is_off(session: Session) -> None:
