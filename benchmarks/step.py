@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks import links
 from benchmarks.contenders import CONTENDERS
+from benchmarks.quiet import Meter, await_quiet
 from benchmarks.turns import PHASES, Group, RankTurn, Turn, serve
 
 if TYPE_CHECKING:
@@ -37,12 +38,19 @@ NRANKS = 2
 FIRST_WARMUP_STEPS = 3
 """Before the first round: memory is touched for the first time, and hp_sharding learns the order of the layers."""
 FOREIGN_LIMIT = 0.03
-"""Share of the processor that other programs may take before the figures come with a warning."""
+"""Share of the processor that other programs may take; beyond it a turn is repeated while patience lasts."""
 LOSS_TOLERANCE = 1e-5
 
 
 class Target(NamedTuple):
-    """How a contender should compare: the overlapped stage 2's median over this one's, at most (or one over, at least)."""
+    """How stage 2 with overlap should compare with another contender.
+
+    Attributes:
+        text: for people; the limit follows.
+        other: the other contender.
+        limit: of the quotient of the two medians.
+        at_most: whether the quotient is ours over theirs and has to stay below; else theirs over ours, and above.
+    """
 
     text: str
     other: str
@@ -68,12 +76,13 @@ def main() -> None:
         print(f"no shaped links ({reason}): over loopback, whose speed is that of memory")
     network = links.loopback(NRANKS) if reason else links.shaped(NRANKS, rate_mbit=options.rate_mbit)
     with network as hosts:
-        turns, foreign = _run(links.seats(hosts, NRANKS), options)
+        course = _run(links.seats(hosts, NRANKS), options)
     result = {
         **_circumstances(options, rate_mbit=None if reason else options.rate_mbit),
-        "foreign_cpu_share": foreign,
-        "rows": {name: _row(turns[name], turns.get("compute")) for name in options.contenders},
-        "losses": _compare_losses(turns),
+        "foreign_cpu_share": statistics.fmean(course.shares),
+        "turns_repeated": course.repeated,
+        "rows": {name: _row(turns, course.turns.get("compute")) for name, turns in course.turns.items()},
+        "losses": _compare_losses(course.losses),
     }
     result["targets"] = _targets(result["rows"])
     _print(result)
@@ -85,8 +94,11 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A training step of hp_sharding beside Paddle's own ways.")
     parser.add_argument("--rate-mbit", type=int, default=links.RATE_MBIT, help="speed of the links")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=4, help="timed steps of each contender in each round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=2, help="timed steps of each contender in each round")
+    parser.add_argument(
+        "--patience-s", type=float, default=120, help="seconds for waiting while others are busy and for repeated turns"
+    )
     parser.add_argument("--buffer-mb", type=float, default=25, help="hp_sharding's comm_buffer_size_MB")
     parser.add_argument("--quick", action="store_true", help="a small model, one round of two steps")
     parser.add_argument("--loopback", action="store_true", help="no shaped links, even as root")
@@ -95,7 +107,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--pipe", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.quick:
-        options.rounds, options.steps = 1, 2
+        options.rounds, options.steps, options.patience_s = 1, 2, 0.0
     return options
 
 
@@ -120,30 +132,78 @@ def _be_rank(options: argparse.Namespace) -> None:
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-def _run(seating: list[links.Seat], options: argparse.Namespace) -> tuple[dict[str, list[list[RankTurn]]], float]:
-    """Every contender's turns, each a list over ranks, and the share of the processor that others took."""
+class Course:
+    """A run: its groups take turns, and what they report is kept.
+
+    Attributes:
+        turns: of each contender, by round; each a list over ranks.
+        losses: of each contender and rank, of every step, turns that had to be repeated included.
+        shares: of the processor, that other programs took during the turns that count.
+        repeated: turns that do not count, because other programs took too much.
+    """
+
+    def __init__(self, groups: list[Group], *, steps: int, patience_s: float) -> None:
+        self._groups = groups
+        self._steps = steps
+        self._patience_s = patience_s
+        self.turns: dict[str, list[list[RankTurn]]] = {group.name: [] for group in groups}
+        self.losses: dict[str, list[list[float]]] = {group.name: [[] for _ in range(NRANKS)] for group in groups}
+        self.shares: list[float] = []
+        self.repeated = 0
+
+    def set_up(self) -> None:
+        """Has every group meet and get warm."""
+        for group in self._groups:
+            _say(f"setting up: {CONTENDERS[group.name].title}")
+            group.set_up()
+            self._train(group, Turn(FIRST_WARMUP_STEPS, 1))
+
+    def go_round(self, what: str) -> None:
+        """One turn of every group."""
+        for group in self._groups:
+            _say(f"{what}: {CONTENDERS[group.name].title}")
+            turn, share = self._quiet_turn(group)
+            self.turns[group.name].append(turn)
+            self.shares.append(share)
+
+    def _quiet_turn(self, group: Group) -> tuple[list[RankTurn], float]:
+        """A turn that others did not disturb, or after all patience is used up, just a turn; and the others' share."""
+        while True:
+            begin_s = time.monotonic()
+            await_quiet(FOREIGN_LIMIT, self._patience_s)
+            with Meter() as meter:
+                turn = self._train(group, Turn(1, self._steps))
+            meter.own_s = sum(rank.turn_cpu_s for rank in turn)
+            share = meter.foreign_share()
+            if share <= FOREIGN_LIMIT or self._patience_s <= 0:
+                return turn, share
+            self._patience_s -= time.monotonic() - begin_s
+            self.repeated += 1
+
+    def _train(self, group: Group, turn: Turn) -> list[RankTurn]:
+        reports = group.take_turn(turn)
+        for losses, report in zip(self.losses[group.name], reports, strict=True):
+            losses += report.losses
+        return reports
+
+
+def _run(seating: list[links.Seat], options: argparse.Namespace) -> Course:
     shared = ["-m", "benchmarks.step", "--buffer-mb", str(options.buffer_mb), *(["--quick"] if options.quick else [])]
     groups: list[Group] = []
-    turns: dict[str, list[list[RankTurn]]] = {name: [] for name in options.contenders}
     try:
         for name in options.contenders:
+            _say(f"starting: {CONTENDERS[name].title}")
             groups.append(Group(name, [*shared, "--as-rank", name], seating, _machine_environment()))
             groups[-1].await_ready()
-        for group in groups:
-            group.set_up()
-            group.take_turn(Turn(FIRST_WARMUP_STEPS, 1))
-        foreign = _Foreign()
+        course = Course(groups, steps=options.steps, patience_s=options.patience_s)
+        course.set_up()
         for number in range(options.rounds):
-            for group in groups:
-                _say(f"round {number + 1} of {options.rounds}: {CONTENDERS[group.name].title}")
-                with foreign:
-                    turns[group.name].append(group.take_turn(Turn(1, options.steps)))
-                foreign.owned_s += sum(rank.turn_cpu_s for rank in turns[group.name][-1])
+            course.go_round(f"round {number + 1} of {options.rounds}")
+        return course
     finally:
         _say("")
         for group in groups:
             group.end()
-    return turns, foreign.share()
 
 
 def _machine_environment() -> dict[str, str]:
@@ -159,34 +219,6 @@ def _say(text: str) -> None:
     if sys.stderr.isatty():
         sys.stderr.write(f"\r{text:<79}" if text else f"\r{'':<79}\r")
         sys.stderr.flush()
-
-
-class _Foreign:
-    """How much of the processor went to programs that are not measured, over the turns that it is entered for."""
-
-    def __init__(self) -> None:
-        self.owned_s = 0.0
-        self._busy_s = 0.0
-        self._elapsed_s = 0.0
-
-    def __enter__(self) -> None:
-        self._busy_s -= _busy_s()
-        self._elapsed_s -= time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        self._busy_s += _busy_s()
-        self._elapsed_s += time.monotonic()
-
-    def share(self) -> float:
-        """Of all cores, over the turns."""
-        cores = os.cpu_count() or 1
-        return max(0.0, self._busy_s - self.owned_s) / (self._elapsed_s * cores) if self._elapsed_s else 0.0
-
-
-def _busy_s() -> float:
-    """Seconds that processes of any kind have run since boot, time stolen by other machines included."""
-    user, nice, system, _, _, _, _, steal = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9])
-    return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")
 
 
 # -- what came of it ---------------------------------------------------------------------------------------------------
@@ -248,25 +280,25 @@ def _median_step(turn: list[RankTurn]) -> float:
     return statistics.median(ms for rank in turn for ms in rank.step_ms)
 
 
-def _compare_losses(turns: dict[str, list[list[RankTurn]]]) -> dict[str, Any]:
-    """The largest relative difference between contenders that train together, over all steps and ranks."""
-    together = [name for name in turns if not CONTENDERS[name].trains_alone]
-    losses = {name: [loss for turn in turns[name] for rank in turn for loss in rank.losses] for name in together}
+def _compare_losses(losses: dict[str, list[list[float]]]) -> dict[str, Any]:
+    """The largest relative difference between contenders that train together, over the steps that all have made."""
+    together = [name for name in losses if not CONTENDERS[name].trains_alone]
     if not together:
         return {}
-    first = losses[together[0]]
-    differences = {
-        name: max(abs(loss - other) / abs(other) for loss, other in zip(losses[name], first, strict=True))
-        for name in together[1:]
-    }
-    ends = [statistics.fmean(rank.losses[-1] for rank in turns[together[0]][place]) for place in (0, -1)]
+    reference = losses[together[0]]
+    differences = {name: _largest_difference(losses[name], reference) for name in together[1:]}
     return {
         "reference": together[0],
         "largest_relative_difference": differences,
         "agree": all(difference <= LOSS_TOLERANCE for difference in differences.values()),
-        "after_first_round": ends[0],
-        "after_last_round": ends[1],
+        "first": reference[0][0],
+        "last": reference[0][-1],
     }
+
+
+def _largest_difference(losses: list[list[float]], reference: list[list[float]]) -> float:
+    pairs = [pair for ranks in zip(losses, reference, strict=True) for pair in zip(*ranks, strict=False)]
+    return max(abs(loss - other) / abs(other) for loss, other in pairs)
 
 
 def _targets(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

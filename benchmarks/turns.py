@@ -6,6 +6,7 @@ machine that gets slower meanwhile is slower for all of them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -68,10 +69,10 @@ class Group:
     """The processes of one contender, one a rank. They import Paddle at once and set up when told to.
 
     Args:
+        name: the contender's.
         argv: arguments after the interpreter; ``--pipe FD`` is added.
         seating: where each rank runs.
         environment: more variables for all ranks.
-        logs: directory for what they print.
     """
 
     def __init__(self, name: str, argv: Sequence[str], seating: Sequence[Seat], environment: dict[str, str]) -> None:
@@ -111,10 +112,11 @@ class Group:
         for pipe in self._pipes:
             pipe.close()
         deadline_s = time.monotonic() + _GOODBYE_S
-        for process in self._processes:
-            try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for process in self._processes:
                 process.wait(max(0.1, deadline_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
+        for process in self._processes:
+            if process.poll() is None:
                 process.kill()
                 process.wait()
         self._logs.cleanup()
@@ -124,15 +126,19 @@ class Group:
             for pipe in self._pipes:
                 pipe.send(question)
         deadline_s = time.monotonic() + timeout_s
-        answers = []
-        for rank, pipe in enumerate(self._pipes):
-            try:
-                if not pipe.poll(max(0.0, deadline_s - time.monotonic())):
-                    raise EOFError(f"no answer within {timeout_s:g} s")
-                answers.append(pipe.recv())
-            except (EOFError, ConnectionResetError) as error:
-                raise RankFailed(f"{self.name}: rank {rank} failed ({error})\n{self._outputs()}") from error
-        return answers
+        silent = set(self._pipes)
+        answers: dict[Any, Any] = {}
+        try:
+            while silent:
+                ready = connection.wait(silent, max(0.0, deadline_s - time.monotonic()))
+                if not ready:
+                    raise RankFailed(f"{self.name}: no answer within {timeout_s:g} s\n{self._outputs()}")
+                for pipe in silent.intersection(ready):
+                    answers[pipe] = pipe.recv()
+                silent.difference_update(ready)
+        except (EOFError, ConnectionResetError) as error:
+            raise RankFailed(f"{self.name}: the process of a rank has ended\n{self._outputs()}") from error
+        return [answers[pipe] for pipe in self._pipes]
 
     def _outputs(self) -> str:
         ends = (self._log(rank).read_text(errors="replace")[-3000:] for rank in range(len(self._processes)))

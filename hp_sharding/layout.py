@@ -250,7 +250,8 @@ class ModelStateBytes(NamedTuple):
 def model_state_bytes(
     buckets: Sequence[BucketLayout], stage: int, *, keeps_full: bool, moment_bytes: int
 ) -> ModelStateBytes:
-    """Bytes that stay between steps: stage 1 ``(b+g)P + (g+o+m)P/S``, stage 2 ``bP + (g+o+m)P/S``.
+    """Bytes that stay between steps: stage 1 ``(b+g)P + (g+o+m)P/S``, stage 2 ``bP + (g+o+m)P/S`` and two
+    buckets of gradients, whose storage is kept for the next backward.
 
     ``b`` and ``g`` are bytes of a parameter and a gradient, ``o`` those of a persistent shard (none where the shard is
     a slice of the full tensor), ``m`` = ``moment_bytes`` the optimizer's moments for each element (Adam: 8). Where the
@@ -260,9 +261,10 @@ def model_state_bytes(
     full = sum(bucket.nbytes for bucket in buckets)
     trained = [bucket for bucket in buckets if not bucket.frozen]
     trained_full = sum(bucket.nbytes for bucket in trained)
+    in_flight = 2 * max((bucket.nbytes for bucket in trained), default=0)
     return ModelStateBytes(
         parameters=full,
-        gradients=trained_full if stage == 1 else 0,
+        gradients=trained_full if stage == 1 else min(in_flight, trained_full),
         gradient_shard=sum(bucket.shard_numel * bucket.itemsize for bucket in trained),
         shard=0 if keeps_full else sum(bucket.shard_numel * bucket.itemsize for bucket in buckets),
         moments=sum(bucket.shard_numel for bucket in trained) * moment_bytes,

@@ -13,55 +13,74 @@ interpreter; two threads that do both wait for each other for ever.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import paddle
 from paddle.base import core
 
-_NUMPY_CARRIER = {"float32": np.float32, "float16": np.float16, "bfloat16": np.int16, "float64": np.float64}
+_NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(np.uint16),  # Paddle takes NumPy's uint16 for bfloat16
+    "float64": np.dtype(np.float64),
+}
 
 
 class StoragePool:
-    """Flat tensors of given size and dtype whose memory is reused once nothing aliases it.
+    """Flat tensors whose memory is reused once nothing aliases it.
+
+    A request gets the smallest free block that it fits into. Where none is large enough, the largest free one is given
+    up for a new one: so there are never more blocks than tensors were alive at a time, whatever their sizes.
 
     Args:
-        poison: called with each block's NumPy view when the block comes back; tests fill it with NaN, so that a read of
-            freed storage shows.
+        poison: called with each block as NumPy bytes when it comes back; tests fill it with 0xFF, which is NaN in every
+            floating-point type, so that a read of freed storage shows.
+
+    Attributes:
+        allocated_bytes: of all blocks, in use or not.
     """
 
-    def __init__(self, poison: Callable[[np.ndarray], None] | None = None) -> None:
-        self._free: dict[tuple[int, str], list[paddle.Tensor]] = defaultdict(list)
+    def __init__(self, poison: Callable[[np.ndarray[Any, Any]], None] | None = None) -> None:
+        self._free: list[paddle.Tensor] = []
+        # Blocks come back on whichever thread drops the last alias, perhaps while this one is in ``_take``: so no lock.
+        self._returned: deque[paddle.Tensor] = deque()
         self._poison = poison
         self.allocated_bytes = 0
 
     def alloc(self, numel: int, dtype: str) -> paddle.Tensor:
         """A flat tensor of ``numel`` elements with undefined content; its memory comes back by itself."""
-        free = self._free[numel, dtype]
-        block = free.pop() if free else self._fresh(numel, dtype)
-        carrier = np.from_dlpack(block)
-        # Paddle takes NumPy's uint16 for bfloat16.
-        view = carrier.view(np.uint16) if dtype == "bfloat16" else carrier.view()
-        weakref.finalize(view, self._take_back, weakref.ref(self), block, (numel, dtype)).atexit = False
+        nbytes = numel * _NUMPY_DTYPES[dtype].itemsize
+        block = self._take(nbytes)
+        view = np.from_dlpack(block)[:nbytes].view(_NUMPY_DTYPES[dtype])
+        weakref.finalize(view, self._take_back, weakref.ref(self), block).atexit = False
         return core.eager.Tensor(
             value=view, place=core.CPUPlace(), persistable=False, zero_copy=True, name="", stop_gradient=True
         )
 
-    def trim(self) -> None:
-        """Lets go of the blocks that nobody uses."""
-        self._free.clear()
-
-    def _fresh(self, numel: int, dtype: str) -> paddle.Tensor:
-        # bfloat16 has no NumPy type: the block is carried as int16.
-        self.allocated_bytes += numel * np.dtype(_NUMPY_CARRIER[dtype]).itemsize
-        return paddle.empty([numel], "int16" if dtype == "bfloat16" else dtype)
+    def _take(self, nbytes: int) -> paddle.Tensor:
+        while self._returned:
+            self._free.append(self._returned.popleft())
+        self._free.sort(key=_capacity)
+        for index, block in enumerate(self._free):
+            if _capacity(block) >= nbytes:
+                return self._free.pop(index)
+        if self._free:
+            self.allocated_bytes -= _capacity(self._free.pop())
+        self.allocated_bytes += nbytes
+        return paddle.empty([nbytes], "uint8")
 
     @staticmethod
-    def _take_back(pool_ref: weakref.ref[StoragePool], block: paddle.Tensor, key: tuple[int, str]) -> None:
+    def _take_back(pool_ref: weakref.ref[StoragePool], block: paddle.Tensor) -> None:
         pool = pool_ref()
         if pool is None:
             return
         if pool._poison is not None:
             pool._poison(np.from_dlpack(block))
-        pool._free[key].append(block)
+        pool._returned.append(block)
+
+
+def _capacity(block: paddle.Tensor) -> int:
+    return int(block.shape[0])

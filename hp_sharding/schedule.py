@@ -75,6 +75,7 @@ class Schedule:
         self._used: set[int] = set()
         self._active = [0] * len(plan.units)
         self._active_total = 0
+        self._trains = False
         self._entries = [0] * len(plan.units)
         self._sleeping: list[EagerParamBase] = []
         self._find_places(plan)
@@ -91,9 +92,13 @@ class Schedule:
         """Before a unit's forward: its buckets become READY, and the next gathers start."""
         if unit == ROOT and not backward.in_backward():
             self._close_units()  # a forward that raised has left some open
+        if not self._active_total:
+            self._trains = False
+        # Reentrant recompute switches gradients off inside: what the outer forward does counts.
+        self._trains = self._trains or paddle.is_grad_enabled()
         self._active[unit] += 1
         self._active_total += 1
-        if paddle.is_grad_enabled() and not backward.in_backward():
+        if self._trains and not backward.in_backward():
             self.reducer.arm()
             self._count_entry(unit)
         for bucket in self._unit_buckets[unit]:

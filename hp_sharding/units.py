@@ -16,7 +16,7 @@ _STATISTICS = (
 )
 """What Paddle holds as parameters but a forward writes: every rank has its own, as with buffers, so none is sharded."""
 
-_NEVER_CALLED = (nn.LayerList, nn.LayerDict)
+_NEVER_CALLED = (nn.LayerList, nn.LayerDict, nn.ParameterList)
 """Containers without a forward of their own: a hook on them never fires, so they cannot be units."""
 
 

@@ -264,7 +264,9 @@ class _ReduceScatter:
         start = item.piece.start - self._chunks[self._ring.rank].start
         is_last = item.step == self._last_step
         if is_last and not self._adder.widens and not self.accumulate:
-            return np.add(received, own, out=self._output[start : start + len(own)])
+            result = self._output[start : start + len(own)]
+            self._adder.add_stored(result, received, own)
+            return result
         partial = received
         if item.step == 0:
             partial = self._take(f"partial{index % _NSLOTS}", item.piece.numel, self._adder.partial)

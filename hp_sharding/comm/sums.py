@@ -17,6 +17,8 @@ Array = npt.NDArray[Any]
 
 # Conversions take several passes; this many elements stay in the core's own cache between them.
 _BLOCK_NUMEL = 32768
+# Infinities in gradients are the loss scaler's business: a background thread does not warn about them.
+_QUIETLY = np.errstate(all="ignore")
 
 
 class Adder:
@@ -36,6 +38,7 @@ class Adder:
         """Memory seen as stored elements."""
         return data.view(self.element.storage)
 
+    @_QUIETLY
     def add_stored(self, out: Array, first: Array, second: Array) -> None:
         """Out (partial) = first (stored) + second (stored)."""
         if not self.widens:
@@ -44,6 +47,7 @@ class Adder:
         for block in _blocks(len(out)):
             np.add(self._widen(first[block]), self._widen(second[block]), out=out[block])
 
+    @_QUIETLY
     def add_to_partial(self, partial: Array, stored: Array) -> None:
         """Partial += stored."""
         if not self.widens:
@@ -52,6 +56,7 @@ class Adder:
         for block in _blocks(len(partial)):
             np.add(partial[block], self._widen(stored[block]), out=partial[block])
 
+    @_QUIETLY
     def store(self, out: Array, partial: Array, *, accumulate: bool) -> None:
         """Out (stored) = partial, or out + partial, rounded once. May overwrite ``partial``."""
         if accumulate:
@@ -69,8 +74,7 @@ class Adder:
 
     def _narrow(self, out: Array, partial: Array) -> None:
         if self.element.name != "bfloat16":
-            with np.errstate(over="ignore"):
-                np.copyto(out, partial, casting="unsafe")
+            np.copyto(out, partial, casting="unsafe")
             return
         bits = partial.view(np.uint32)
         # Round to nearest, ties to even: add just under half, and one more where the kept part is odd.

@@ -10,7 +10,9 @@ from hp_sharding.arena import GradientArena
 from hp_sharding.layout import BucketLayout, BucketRules, ParamSpec, plan_buckets
 
 
-def _layouts(*sizes: int, nranks: int = 2, frozen: tuple[int, ...] = (), wide: tuple[int, ...] = ()) -> list[BucketLayout]:
+def _layouts(
+    *sizes: int, nranks: int = 2, frozen: tuple[int, ...] = (), wide: tuple[int, ...] = ()
+) -> list[BucketLayout]:
     """A bucket for each size in elements; those in ``frozen`` take no gradient, those in ``wide`` are float64."""
     specs = [
         ParamSpec(f"p{i}", numel, *(("float64", 8) if i in wide else ("float32", 4)), i, i in frozen)

@@ -1,0 +1,1 @@
+"""Measurements; README.md says what each is for and how it is run."""

@@ -1,0 +1,245 @@
+"""The ring algorithms, over fake Gloo groups between threads: every size of ring, small pieces, uneven chunks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+import paddle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hp_sharding.comm import ring
+from hp_sharding.comm.links import GlooLinks
+from hp_sharding.comm.memory import ELEMENT_TYPES
+from hp_sharding.comm.ring import Ring, Span, even_chunks
+from hp_sharding.comm.sums import Adder
+
+Array = npt.NDArray[Any]
+FLOAT32 = Adder(ELEMENT_TYPES[paddle.float32])
+
+
+class FakeEdge:
+    """Like a Gloo group of two used in one direction: a send ends only when its partner receives."""
+
+    def __init__(self) -> None:
+        self._offers: SimpleQueue[tuple[paddle.Tensor, threading.Event]] = SimpleQueue()
+        self.messages: list[int] = []
+
+    def send(self, tensor: paddle.Tensor, to: int, sync_op: bool) -> None:
+        assert (to, sync_op) == (1, True)
+        target, over = self._offers.get(timeout=20)
+        assert target.shape == tensor.shape, "the two ends do not agree on the next message"
+        np.copyto(np.from_dlpack(target), np.from_dlpack(tensor))
+        self.messages.append(tensor.shape[0])
+        over.set()
+
+    def recv(self, tensor: paddle.Tensor, source: int, sync_op: bool) -> None:
+        assert (source, sync_op) == (0, True)
+        over = threading.Event()
+        self._offers.put((tensor, over))
+        assert over.wait(20), "nobody sends"
+
+
+def _on_ring(nranks: int, act: Callable[[Ring], object], edges: list[FakeEdge] | None = None) -> None:
+    """Runs ``act`` as each rank, in threads."""
+    edges = edges if edges is not None else [FakeEdge() for _ in range(nranks)]
+    links = [GlooLinks(f"ring{rank}", edges[rank], edges[rank - 1]) for rank in range(nranks)]
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            act(Ring(rank, nranks, links[rank]))
+        except BaseException as error:  # noqa: BLE001 - raised below, in the test's own thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(nranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors, errors
+    assert not any(thread.is_alive() for thread in threads), "the ring is stuck"
+    for link in links:
+        link.stop()
+
+
+def _tiny(piece_bytes: int) -> Any:
+    """No collective counts as small, and pieces are of a few bytes, so that small tensors take every path."""
+    names = ("MAX_PIECE_BYTES", "_SUM_PIECE_BYTES", "_HOP_PIECE_BYTES", "_MIN_PIECE_BYTES")
+    return mock.patch.multiple(ring, SMALL_BYTES=-1, **dict.fromkeys(names, piece_bytes))
+
+
+def _terms(nranks: int, numel: int) -> list[Array]:
+    generator = np.random.default_rng(numel)
+    # Whole numbers: their sums are exact in any order.
+    return [generator.integers(-1000, 1000, numel).astype(np.float32) for _ in range(nranks)]
+
+
+RINGS = st.tuples(st.integers(2, 6), st.integers(0, 60), st.sampled_from([4, 8, 12, 64]))
+
+
+@given(RINGS)
+@settings(max_examples=60, deadline=None)
+def test_all_gather_in_pieces(case: tuple[int, int, int]) -> None:
+    nranks, numel, piece_bytes = case
+    chunks = even_chunks(numel, nranks)
+    expected = np.arange(numel, dtype=np.uint8)
+
+    def act(place: Ring) -> None:
+        own = chunks[place.rank]
+        data = np.full(numel, 255, np.uint8)
+        data[own.start : own.stop] = expected[own.start : own.stop]
+        place.all_gather(data, chunks)
+        np.testing.assert_array_equal(data, expected)
+
+    with _tiny(piece_bytes):
+        _on_ring(nranks, act)
+
+
+@given(RINGS, st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_reduce_scatter_in_pieces(case: tuple[int, int, int], accumulate: bool) -> None:
+    nranks, numel, piece_bytes = case
+    chunks = even_chunks(numel, nranks)
+    terms = _terms(nranks, numel)
+    total = np.sum(terms, axis=0, dtype=np.float32)
+
+    def act(place: Ring) -> None:
+        own = chunks[place.rank]
+        data, output = terms[place.rank].copy(), np.full(own.numel, 7, np.float32)
+        place.reduce_scatter(output, data, chunks, FLOAT32, accumulate=accumulate)
+        np.testing.assert_array_equal(output, total[own.start : own.stop] + 7 * accumulate)
+        np.testing.assert_array_equal(data, terms[place.rank])
+
+    with _tiny(piece_bytes):
+        _on_ring(nranks, act)
+
+
+@given(RINGS)
+@settings(max_examples=60, deadline=None)
+def test_all_reduce_and_broadcast_in_pieces(case: tuple[int, int, int]) -> None:
+    nranks, numel, piece_bytes = case
+    terms = _terms(nranks, numel)
+    total = np.sum(terms, axis=0, dtype=np.float32)
+
+    def act(place: Ring) -> None:
+        data = terms[place.rank].copy()
+        place.all_reduce(data, FLOAT32)
+        np.testing.assert_array_equal(data, total)
+        for src in range(nranks):
+            copy = terms[place.rank].copy()
+            place.broadcast(copy.view(np.uint8), src)
+            np.testing.assert_array_equal(copy, terms[src])
+
+    with _tiny(piece_bytes):
+        _on_ring(nranks, act)
+
+
+@pytest.mark.parametrize("nranks", range(2, 9))
+def test_small_collectives_use_no_threads_and_do_not_block(nranks: int) -> None:
+    terms = _terms(nranks, 5 * nranks)
+    total = np.sum(terms, axis=0, dtype=np.float32)
+
+    def act(place: Ring) -> None:
+        with mock.patch.object(place.links, "start_send", side_effect=AssertionError("a thread was asked")):
+            output = np.zeros(5, np.float32)
+            chunks = even_chunks(5 * nranks, nranks)
+            place.reduce_scatter(output, terms[place.rank].copy(), chunks, FLOAT32)
+            np.testing.assert_array_equal(output, total[5 * place.rank : 5 * place.rank + 5])
+            data = terms[place.rank].copy()
+            place.all_reduce(data, FLOAT32)
+            np.testing.assert_array_equal(data, total)
+
+    _on_ring(nranks, act)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("small", [True, False])
+def test_sixteen_bit_sums_are_rounded_once(dtype: str, small: bool) -> None:
+    nranks = 5
+    adder = Adder(ELEMENT_TYPES[getattr(paddle, dtype)])
+    # One big term and small ones that each vanish beside it in 16 bits, but not together.
+    values = [256.0 if rank == 2 else 0.0625 if dtype == "float16" else 0.5 for rank in range(nranks)]
+    exact = paddle.full([40], sum(values)).cast(dtype).view("int16").numpy()
+
+    def act(place: Ring) -> None:
+        data = paddle.full([40], values[place.rank]).cast(dtype).view("int16").numpy().view(adder.element.storage)
+        output = np.zeros(8, adder.element.storage)
+        place.reduce_scatter(output, data, even_chunks(40, nranks), adder)
+        np.testing.assert_array_equal(output.view(np.int16), exact[:8])
+        place.all_reduce(data, adder)
+        np.testing.assert_array_equal(data.view(np.int16), exact)
+
+    if small:
+        _on_ring(nranks, act)
+    else:
+        with _tiny(8):
+            _on_ring(nranks, act)
+
+
+def test_two_ranks_add_a_and_b_whatever_the_order() -> None:
+    generator = np.random.default_rng(0)
+    terms = [generator.standard_normal(5000).astype(np.float32) for _ in range(2)]
+    found: dict[int, Array] = {}
+
+    def act(place: Ring) -> None:
+        found[place.rank] = terms[place.rank].copy()
+        place.all_reduce(found[place.rank], FLOAT32)
+
+    for piece_bytes in (4000, 400):
+        with _tiny(piece_bytes):
+            _on_ring(2, act)
+        assert found[0].tobytes() == found[1].tobytes() == (terms[0] + terms[1]).tobytes()
+
+
+def test_no_piece_is_larger_than_the_limit() -> None:
+    edges = [FakeEdge(), FakeEdge()]
+    numel = (18 << 20) // 4
+
+    def act(place: Ring) -> None:
+        data = np.zeros(numel, np.float32)
+        chunks = even_chunks(numel, 2)
+        place.reduce_scatter(np.zeros(numel // 2, np.float32), data, chunks, FLOAT32)
+        place.all_gather(data.view(np.uint8), [Span(4 * chunk.start, 4 * chunk.stop) for chunk in chunks])
+        place.broadcast(data.view(np.uint8), 0)
+
+    _on_ring(2, act, edges)
+    assert max(edges[0].messages) <= 8 << 20
+    # The scratch of a sum is bounded however large the tensor is.
+    assert sum(edges[0].messages) == (9 + 9 + 18) << 20
+
+
+def test_a_failed_transfer_fails_the_collective() -> None:
+    class Broken(FakeEdge):
+        def recv(self, tensor: paddle.Tensor, source: int, sync_op: bool) -> None:
+            raise OSError("the cable is out")
+
+    numel = 40_000
+
+    def act(place: Ring) -> None:
+        with pytest.raises(OSError, match="the cable is out"):
+            place.all_gather(np.zeros(numel, np.uint8), even_chunks(numel, 2))
+
+    edge = Broken()
+    links = GlooLinks("broken", FakeEdge(), edge)
+    place = Ring(0, 2, links)
+    with mock.patch.object(links, "start_send", side_effect=lambda data, after=None: links.start_recv(data, after)):
+        act(place)
+        act(place)
+    links.stop()
+
+
+@pytest.mark.parametrize(("numel", "nranks"), [(0, 3), (1, 4), (7, 2), (8, 4), (10, 4), (3, 8)])
+def test_even_chunks(numel: int, nranks: int) -> None:
+    chunks = even_chunks(numel, nranks)
+    assert len(chunks) == nranks
+    assert [chunk.start for chunk in chunks[1:]] == [chunk.stop for chunk in chunks[:-1]]
+    assert (chunks[0].start, chunks[-1].stop) == (0, numel)
+    assert max(chunk.numel for chunk in chunks) == -(-numel // nranks)

@@ -1,0 +1,372 @@
+"""Whoever reads a parameter right after ``step()`` sees the newest value or an error; whoever writes one is heeded."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+from paddle.base.framework import EagerParamBase
+from paddle.nn import functional as F
+
+from hp_sharding import full_parameters
+from hp_sharding.buffer import Status
+from hp_sharding.errors import StateError
+from hp_sharding.guard import GuardedParameter, GuardedParameters, guard_layers, guard_params
+from tests.fakes import Rig, wrap
+
+
+class _Net(nn.Layer):
+    """``a``: 3 x 3. ``one``: a single element, for those who read a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        paddle.seed(5)
+        self.a = nn.Linear(3, 3)
+        self.b = nn.Linear(3, 2)
+        self.one = self.create_parameter([1], default_initializer=nn.initializer.Constant(2.0))
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return self.b(self.a(x)) * self.one
+
+
+def _after_step(**settings: Any) -> Rig:
+    """A model whose every bucket is being gathered: all values are NaN, or away, until somebody waits."""
+    model = _Net()
+    sgd = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    rig = wrap(model, sgd, allgather_overlap=True, comm_fusion=False, **settings)
+    model(paddle.ones([2, 3])).sum().backward()
+    rig.optimizer.step()
+    return rig
+
+
+def _plain() -> _Net:
+    """The same model after the same step, without sharding."""
+    model = _Net()
+    model(paddle.ones([2, 3])).sum().backward()
+    paddle.optimizer.SGD(0.1, parameters=model.parameters()).step()
+    return model
+
+
+def _a_status(rig: Rig) -> Status:
+    return rig.optimizer.param2bucket["a.weight"][0].status
+
+
+X = paddle.to_tensor(np.arange(9, dtype="float32").reshape(3, 3) + 1)
+_Reader = Callable[[Any, Any], Any]
+
+_READS: dict[str, _Reader] = {
+    "numpy": lambda net, w: w.numpy(),
+    "tolist": lambda net, w: w.tolist(),
+    "item of an element": lambda net, w: w[1, 1].item(),
+    "clone": lambda net, w: w.clone(),
+    "cpu": lambda net, w: w.cpu(),
+    "detach": lambda net, w: w.detach(),
+    "data": lambda net, w: w.data,
+    "value": lambda net, w: np.array(w.value()),
+    "get_tensor": lambda net, w: np.array(w.get_tensor()),
+    "astype": lambda net, w: w.astype("float64"),
+    "to": lambda net, w: w.to("float64"),
+    "np.array": lambda net, w: np.array(w),
+    "np.asarray": lambda net, w: np.asarray(w),
+    "np.from_dlpack": lambda net, w: np.from_dlpack(w.detach()),
+    "to_dlpack": lambda net, w: paddle.utils.dlpack.from_dlpack(paddle.utils.dlpack.to_dlpack(w)),
+    "row": lambda net, w: w[0],
+    "slice": lambda net, w: w[:, 1:],
+    "rows": lambda net, w: [row.tolist() for row in w],
+    "w + 1": lambda net, w: w + 1,
+    "1 + w": lambda net, w: 1 + w,
+    "w - 1": lambda net, w: w - 1,
+    "1 - w": lambda net, w: 1 - w,
+    "w * 2": lambda net, w: w * 2,
+    "2 * w": lambda net, w: 2 * w,
+    "w / 2": lambda net, w: w / 2,
+    "2 / w": lambda net, w: 2 / w,
+    "w ** 2": lambda net, w: w**2,
+    "2 ** w": lambda net, w: 2**w,
+    "w // 2": lambda net, w: w // 2,
+    "w % 2": lambda net, w: w % 2,
+    "w @ x": lambda net, w: w @ X,
+    "x @ w": lambda net, w: X @ w,
+    "x + w": lambda net, w: X + w,
+    "x - w": lambda net, w: X - w,
+    "x * w": lambda net, w: X * w,
+    "x / w": lambda net, w: X / w,
+    "array + w": lambda net, w: np.ones([3, 3], "float32") + w,
+    "-w": lambda net, w: -w,
+    "abs": lambda net, w: abs(w),
+    "w < x": lambda net, w: w < X / 20,
+    "x < w": lambda net, w: X / 20 < w,
+    "w == w": lambda net, w: w == w.numpy(),
+    "T": lambda net, w: w.T,
+    "mT": lambda net, w: w.mT,
+    "str": lambda net, w: str(w).split("[[")[1],
+    "repr": lambda net, w: repr(w).split("[[")[1],
+    "format": lambda net, w: f"{w}".split("[[")[1],
+    "sum": lambda net, w: w.sum(),
+    "norm": lambda net, w: w.norm(),
+    "reshape": lambda net, w: w.reshape([-1]),
+    "deepcopy": lambda net, w: copy.deepcopy(w),
+    "copy": lambda net, w: copy.copy(w),
+    "pickle": lambda net, w: pickle.loads(pickle.dumps(w)),
+    "deepcopy of the model": lambda net, w: copy.deepcopy(net).a.weight,
+    "state_dict": lambda net, w: net.state_dict()["a.weight"].numpy(),
+    "paddle.save": lambda net, w: _saved(net)["a.weight"],
+    "its layer": lambda net, w: net.a(X),
+    "its layer's attribute": lambda net, w: F.linear(X, net.a.weight),
+    "the model in eval": lambda net, w: _evaluated(net),
+    "float": lambda net, w: float(net.one),
+    "int": lambda net, w: int(net.one),
+    "bool": lambda net, w: bool(net.one > 1) and bool(net.one),
+    "item": lambda net, w: net.one.item(),
+}
+
+
+def _saved(net: nn.Layer) -> Any:
+    file = io.BytesIO()
+    paddle.save(net.state_dict(), file)
+    file.seek(0)
+    return paddle.load(file)
+
+
+def _evaluated(net: nn.Layer) -> paddle.Tensor:
+    net.eval()
+    with paddle.no_grad():
+        return net(X)
+
+
+def _as_array(value: Any) -> np.ndarray[Any, Any]:
+    return np.asarray(value.numpy() if isinstance(value, paddle.Tensor) else value)
+
+
+@pytest.mark.parametrize("read", list(_READS))
+def test_a_read_waits_and_sees_the_new_value(read: str) -> None:
+    plain, rig = _plain(), _after_step()
+    weight = rig.model.parameters()[1]
+    assert weight.name.startswith("linear")
+    assert _a_status(rig) is Status.SYNCING
+    found = _as_array(_READS[read](rig.model, weight))
+    assert np.array_equal(found, _as_array(_READS[read](plain, plain.a.weight)))
+
+
+_OUTSIDE_ONLY = ("its layer", "the model in eval", "w == w")
+
+
+@pytest.mark.parametrize("read", [read for read in _READS if read not in _OUTSIDE_ONLY])
+def test_a_read_of_a_freed_value_is_an_error(read: str) -> None:
+    """Nothing is gathered for it: that would be a collective that one rank starts alone."""
+    rig = _after_step(reshard_after_step=True)
+    before = len(rig.log)
+    by_layer = read == "its layer's attribute"  # passes the parameter straight to a function: Paddle's error then
+    with pytest.raises(RuntimeError if by_layer else StateError, match="memory" if by_layer else "full_parameters"):
+        _READS[read](rig.model, rig.model.parameters()[1])
+    assert len(rig.log) == before
+    with full_parameters(rig.model):
+        found = _as_array(_READS[read](rig.model, rig.model.parameters()[1]))
+    plain = _plain()
+    assert np.array_equal(found, _as_array(_READS[read](plain, plain.a.weight)))
+
+
+@pytest.mark.parametrize("function", [paddle.sum, paddle.norm, paddle.to_tensor, lambda w: paddle.concat([w, w])])
+def test_a_function_that_passes_every_guard_fails_rather_than_read_a_stale_value(
+    function: Callable[[paddle.Tensor], paddle.Tensor],
+) -> None:
+    rig = _after_step()
+    with pytest.raises(RuntimeError, match="holder_ should not be null"):
+        function(rig.model.parameters()[1])
+
+
+_WRITES: dict[str, Callable[[Any], Any]] = {
+    "set_value": lambda w: w.set_value(np.full([3, 3], 7, "float32")),
+    "copy_": lambda w: w.copy_(paddle.full([3, 3], 7.0), False),
+    "fill_": lambda w: w.fill_(7.0),
+    "item": lambda w: w.__setitem__((slice(None), slice(None)), 7.0),
+    "zero_, add_": lambda w: w.zero_().add_(paddle.full([3, 3], 7.0)),
+    "scale_": lambda w: (w.fill_(3.5), w.scale_(2.0)),
+    "data": lambda w: setattr(w, "data", paddle.full([3, 3], 7.0)),
+    "+=": lambda w: (w.fill_(3.5), w.__iadd__(paddle.full([3, 3], 3.5))),
+    "get_tensor": lambda w: w.get_tensor().set(np.full([3, 3], 7, "float32"), paddle.CPUPlace()),
+}
+
+
+@pytest.mark.parametrize("write", list(_WRITES))
+def test_a_write_while_a_gather_is_under_way_is_kept(write: str) -> None:
+    rig = _after_step()
+    with paddle.no_grad():
+        _WRITES[write](rig.model.parameters()[1])
+    assert (rig.model.a.weight.numpy() == 7).all()
+    assert (rig.optimizer.param2bucket["a.weight"][0].slices[0].tensor.numpy() == 7).all()
+
+
+@pytest.mark.parametrize("write", list(_WRITES))
+def test_a_write_reaches_a_shard_with_storage_of_its_own(write: str) -> None:
+    rig = _after_step(reshard_after_step=True)
+    with pytest.raises(StateError, match="full_parameters"), paddle.no_grad():
+        _WRITES[write](rig.model.parameters()[1])
+    with full_parameters(rig.model), paddle.no_grad():
+        _WRITES[write](rig.model.parameters()[1])
+    assert (rig.optimizer.param2bucket["a.weight"][0].slices[0].tensor.numpy() == 7).all()
+    with full_parameters(rig.model):
+        assert (rig.model.a.weight.numpy() == 7).all()
+
+
+def test_a_loaded_state_dict_is_trained_on() -> None:
+    rig, plain = _after_step(), _plain()
+    for model in (rig.model, plain):
+        model.set_state_dict({name: value.numpy() + 1 for name, value in plain.state_dict().items()})
+    optimizers = [rig.optimizer, paddle.optimizer.SGD(0.1, parameters=plain.parameters())]
+    for model, optimizer in zip((rig.model, plain), optimizers, strict=True):
+        optimizer.clear_grad()
+        model(X).sum().backward()
+        optimizer.step()
+    for name, value in plain.state_dict().items():
+        assert np.array_equal(rig.model.state_dict()[name].numpy(), value.numpy()), name
+
+
+_METADATA: dict[str, Callable[[Any], Any]] = {
+    "shape": lambda w: w.shape,
+    "dtype": lambda w: w.dtype,
+    "stop_gradient": lambda w: w.stop_gradient,
+    "trainable": lambda w: w.trainable,
+    "ndim": lambda w: w.ndim,
+    "dim": lambda w: w.dim(),
+    "size": lambda w: w.size,
+    "len": len,
+    "element_size": lambda w: w.element_size(),
+    "is_leaf": lambda w: w.is_leaf,
+    "is_floating_point": lambda w: w.is_floating_point(),
+    "is_dense": lambda w: w.is_dense(),
+    "grad": lambda w: w.grad,
+    "hash": lambda w: hash(w) == id(w),
+    "isinstance": lambda w: isinstance(w, EagerParamBase),
+    "optimize_attr": lambda w: w.optimize_attr,
+    "persistable": lambda w: w.persistable,
+}
+
+
+@pytest.mark.parametrize("read", list(_METADATA))
+@pytest.mark.parametrize("reshard", [False, True])
+def test_metadata_never_waits_and_never_raises(read: str, reshard: bool) -> None:
+    rig = _after_step(reshard_after_step=reshard)
+    rig.optimizer.clear_grad(set_to_zero=False)
+    before, status = len(rig.log), _a_status(rig)
+    assert status is not Status.READY
+    plain = _plain()
+    plain.clear_gradients()
+    if read != "grad":
+        assert _METADATA[read](rig.model.parameters()[1]) == _METADATA[read](plain.a.weight)
+    else:
+        assert rig.model.parameters()[1].grad is None
+    assert (len(rig.log), _a_status(rig)) == (before, status)
+
+
+# -- the guards by themselves --------------------------------------------------------------------------------------
+
+
+class _Keeper:
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def make_readable(self, param: EagerParamBase) -> None:
+        self.told.append("read")
+
+    def note_write(self, param: EagerParamBase) -> None:
+        self.told.append("written")
+
+    def look_up(self, param: EagerParamBase) -> None:
+        self.told.append("looked up")
+
+
+def _guarded() -> tuple[nn.Linear, _Keeper]:
+    layer, keeper = nn.Linear(2, 2), _Keeper()
+    guard_params(layer.parameters(), keeper)
+    guard_layers(layer, keeper)
+    return layer, keeper
+
+
+def test_a_guarded_parameter_is_the_same_object() -> None:
+    layer = nn.Linear(2, 2)
+    weight, name = layer.weight, layer.weight.name
+    keeper = _Keeper()
+    guard_params(layer.parameters(), keeper)
+    assert layer.weight is weight
+    assert type(weight) is GuardedParameter
+    assert weight.name == name
+    assert isinstance(weight, EagerParamBase)
+
+
+def test_reads_and_writes_are_told_apart() -> None:
+    layer, keeper = _guarded()
+    weight = layer.parameters()[0]
+    weight.numpy()
+    assert set(keeper.told) == {"read"}
+    weight.set_value(np.zeros([2, 2], "float32"))
+    assert keeper.told[-1] == "written"
+
+
+def test_the_keeper_is_told_before_the_read_happens() -> None:
+    layer, keeper = _guarded()
+    weight = layer.parameters()[0]
+    keeper.make_readable = lambda param: EagerParamBase.fill_(param, 3.0)  # type: ignore[method-assign]
+    assert (weight.numpy() == 3).all()
+
+
+def test_each_lookup_of_a_layer_is_told_but_not_an_iteration() -> None:
+    layer, keeper = _guarded()
+    assert isinstance(layer._parameters, GuardedParameters)
+    assert list(layer._parameters) == ["weight", "bias"]
+    assert len(layer.parameters()) == 2
+    assert keeper.told == []
+    _ = layer.weight
+    assert keeper.told == ["looked up"]
+
+
+def test_a_parameter_that_is_none_is_not_told() -> None:
+    layer, keeper = nn.Linear(2, 2, bias_attr=False), _Keeper()
+    guard_layers(layer, keeper)
+    assert layer.bias is None
+    assert keeper.told == []
+
+
+def test_copies_and_pickles_are_free_of_the_guard() -> None:
+    layer, keeper = _guarded()
+    copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
+    keeper.told.clear()
+    for other in copies:
+        assert np.array_equal(other.weight.numpy(), EagerParamBase.numpy(layer.parameters()[0]))
+        other(paddle.ones([1, 2])).sum().backward()
+        other.weight.set_value(np.zeros([2, 2], "float32"))
+    assert keeper.told == []
+    plain = layer._parameters.copy()
+    assert type(plain) is OrderedDict
+    assert list(plain) == ["weight", "bias"]
+
+
+def test_a_guard_outlives_its_keeper_and_does_not_keep_it() -> None:
+    layer, keeper = _guarded()
+    reference = weakref.ref(keeper)
+    del keeper
+    gc.collect()
+    assert reference() is None
+    assert layer(paddle.ones([1, 2])).shape == [1, 2]
+    assert layer.weight.numpy().shape == (2, 2)
+
+
+def test_a_parameter_class_of_the_users_own_stays() -> None:
+    class Own(EagerParamBase):
+        pass
+
+    param = Own(shape=[2], dtype="float32")
+    guard_params([param], _Keeper())
+    assert type(param) is Own
