@@ -44,7 +44,8 @@ _original: Any = None
 def attach(listener: BackwardListener) -> None:
     """Tells ``listener`` of every outermost backward from now on, for as long as it lives."""
     global _original
-    if _original is None:
+    # Where somebody has put Paddle's own back, over our head, it is wrapped again.
+    if _original is None or core.eager.run_backward is _original:
         _original = core.eager.run_backward
         core.eager.run_backward = _run_backward
     key = id(listener)

@@ -121,15 +121,22 @@ class FusedCommBuffer:
         """SYNCING -> READY: waits for the all-gather, then makes the parameters views of its result.
 
         Raises:
-            StateError: the bucket is not SYNCING.
+            StateError: the bucket is not SYNCING; or a parameter was written meanwhile, past the guards.
             CommError: the gather failed; the bucket stays SYNCING.
         """
         self._require(Status.SYNCING, "finish_gather")
         assert self._work is not None
         self._work.wait()
         self._work = None
+        written = [param.name for param in self.params if param._is_initialized()]
         self._bind_params()
         self.status = Status.READY
+        if written:
+            raise StateError(
+                f"bucket '{self.name}': parameter '{written[0]}' was written by a function that cannot be guarded (such "
+                "as paddle.assign) while its value was away, and what was written is lost. Write with set_value or "
+                "copy_, inside 'with hp_sharding.full_parameters(model):' on every rank"
+            )
 
     def mark_stale(self) -> None:
         """READY -> SHARDED after the shard was updated; storage stays and is overwritten by the next gather."""

@@ -96,7 +96,7 @@ def _fill_in() -> None:
             setattr(GuardedParameter, name, _guarded(name, method))
     for name in ("T", "mT", "data"):
         view = getattr(EagerParamBase, name)
-        setattr(GuardedParameter, name, property(_guarded(name, view.__get__), view.__set__))
+        setattr(GuardedParameter, name, property(_guarded(name, view.__get__), _guarded(name, view.__set__)))
     GuardedParameter.__hash__ = EagerParamBase.__hash__  # type: ignore[method-assign]  # __eq__ would take it away
 
 

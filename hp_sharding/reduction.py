@@ -103,6 +103,11 @@ class Reducer:
         self._completed: list[int] = []
         self._position = 0
 
+    @property
+    def armed(self) -> bool:
+        """Whether the outermost backward under way, or else the next one, concerns this model."""
+        return self._armed
+
     # -- told by the schedule ------------------------------------------------------------------------------------
 
     def arm(self) -> None:

@@ -243,8 +243,10 @@ class Schedule:
 
     def end_backward(self) -> None:
         """Part of ``backward.BackwardListener``."""
-        # Gathers that no layer asked for on this rank: other ranks may have started them.
-        self.start_gathers()
+        if self.reducer.armed:
+            # Gathers that no layer asked for on this rank: other ranks may have started them. Not in a backward that
+            # has nothing to do with this model: it may be this rank's alone.
+            self.start_gathers()
         self._entries = [0] * len(self._entries)
         self._learn_order()
         self.reducer.gather_order_changed = self.learned_gather_order is not None
@@ -338,6 +340,11 @@ def _gradient_hook(schedule: Schedule, bucket: int, index: int) -> Callable[[], 
         if target is None:
             return
         try:
+            if not backward.in_backward():
+                raise StateError(
+                    "a gradient came in, but nobody announced its backward, so it would never be reduced: something "
+                    "put back paddle.base.core.eager.run_backward after the model was wrapped. Wrap the model after it"
+                )
             target.reducer.take_gradient(bucket, index)
         except BaseException as error:
             backward.keep_error(error)

@@ -159,7 +159,14 @@ class Agreement:
             self._changed.wait_for(lambda: self.broken is not None, timeout_s)
 
     def leave(self, lane: str, cause: Cause, *, by: int | None = None, last_entered: int = -1) -> None:
-        """Starts (or, with ``by``, takes note of another rank's wish) to leave a lane. Does not block."""
+        """Starts to leave a lane; with ``by``, takes note that another rank does. Does not block.
+
+        Args:
+            lane: the lane.
+            cause: why; ``peer`` is the rank that was the first to leave.
+            by: whose message says so.
+            last_entered: what that message says.
+        """
         ledger = self._ledgers[lane]
         answer: int | None = None
         with self._changed:
@@ -170,7 +177,7 @@ class Agreement:
                 ledger.last_entered_by[by] = last_entered
             self._changed.notify_all()
         if answer is not None:
-            self._tell(["leave", lane, answer])
+            self._tell(["leave", lane, answer, cause.peer])
         self._settle(lane)
 
     def await_quiet(self, lane: str, *, answer_s: float, flight_s: float) -> bool:
@@ -206,7 +213,8 @@ class Agreement:
                 )
                 self._changed.notify_all()
         elif kind == "leave":
-            cause = Cause(f"rank {peer} has left: it closed the lane, or its script has ended", peer)
+            # The message may be an answer: the cause is who was the first.
+            cause = Cause(f"rank {rest[2]} has left: it closed the lane, or its script has ended", _whole(rest[2]))
             self.leave(str(rest[0]), cause, by=peer, last_entered=_whole(rest[1]))
         elif kind == "quiet":
             with self._changed:

@@ -234,7 +234,10 @@ class GlooCommunicator(Communicator):
             work = GlooWork(self.lane, self._next_sequence, token, op, self._me)
             if refusal is not None:
                 work.end(refusal)
-                work.wait()
+                # A peer that has reached the end of the script sooner is no fault as long as nobody needs the result.
+                if refusal.peer == self._me or self._agreement.broken is not None:
+                    work.wait()
+                return work
             self._next_sequence += 1
             self._outstanding.append(work)
             self._jobs.put(_Job(work, transfer, after))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -220,7 +220,7 @@ def test_who_leaves_early_finishes_what_the_others_wait_for() -> None:
         assert outcome.error is None, outcome.error
         assert "rank 0 has left" in outcome.result.text
         assert (outcome.result.label, outcome.result.peer) == ("one too many", 0)
-    assert [outcome.returncode for outcome in outcomes][0] == 0
+    assert outcomes[0].returncode == 0
 
 
 def _close_and_create_again(rank: int, nranks: int) -> list[int]:
@@ -273,7 +273,7 @@ def _fork_and_die(rank: int, nranks: int) -> Seen | None:
     lanes["gather"].all_reduce(paddle.ones([1])).wait()
     if rank == 1:
         if os.fork() == 0:  # like a data loader's worker, which outlives its parent
-            time.sleep(15)
+            time.sleep(NOTICE_S + 2)
             os._exit(0)
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -290,7 +290,8 @@ def _forked_child_ends(rank: int, nranks: int) -> float:
     lanes = _lanes(nranks)
     child = os.fork()
     if child == 0:
-        sys.exit(0)  # its exit handlers run: they must leave the parent's lanes alone
+        atexit._run_exitfuncs()  # they must leave the parent's lanes alone
+        os._exit(0)
     os.waitpid(child, 0)
     tensor = paddle.ones([5])
     lanes["gather"].all_reduce(tensor).wait()

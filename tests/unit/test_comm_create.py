@@ -1,0 +1,169 @@
+"""What ``create_communicators`` refuses, and who may connect."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
+from typing import Any
+
+import paddle
+import pytest
+
+from hp_sharding.comm import close_all, create_communicators, rendezvous
+from hp_sharding.comm.agreement import Message
+from hp_sharding.comm.peers import Peers
+from hp_sharding.errors import CommError, ConfigError
+
+RANKS = (3, 5, 8)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "lanes", "timeout_s", "part"),
+    [
+        ([], ["a"], 1.0, "distinct ranks"),
+        ([0, 0], ["a"], 1.0, "distinct ranks"),
+        ([1, 2], ["a"], 1.0, r"\(0\)"),
+        ([0], [], 1.0, "names of lanes"),
+        ([0], ["a", "a"], 1.0, "names of lanes"),
+        ([0], ["a"], 0.0, "timeout_s"),
+        ([0, 1], ["a"], 1.0, "init_parallel_env"),
+    ],
+)
+def test_bad_arguments(ranks: list[int], lanes: list[str], timeout_s: float, part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        create_communicators(ranks, lanes, timeout_s=timeout_s)
+
+
+def test_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paddle, "get_device", lambda: "gpu:0")
+    with pytest.raises(ConfigError, match="gpu:0"):
+        create_communicators([0, 1], ["a"])
+
+
+def test_closing_nothing() -> None:
+    close_all()
+
+
+def test_host_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PADDLE_CURRENT_ENDPOINT", "10.1.2.3:6170")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert rendezvous.host_address() == "10.1.2.3"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert rendezvous.host_address() == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    with pytest.raises(ConfigError, match="nosuch0"):
+        rendezvous.host_address()
+
+
+def test_free_port_is_free_and_not_one_the_kernel_gives_away() -> None:
+    port = rendezvous.free_port()
+    with socket.socket() as listener:
+        listener.bind(("", port))
+        listener.listen()
+        assert all(rendezvous.free_port() != port for _ in range(20))
+    assert port < 32768
+
+
+class Ear:
+    """Remembers what one rank hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[int, Message]] = []
+        self.gone: list[int] = []
+
+    def hear(self, peer: int, message: Message) -> None:
+        if message == ["nonsense"]:
+            raise ValueError("nonsense")
+        self.heard.append((peer, message))
+
+    def lost(self, peer: int) -> None:
+        self.gone.append(peer)
+
+
+def _connected(deadline_s: float = 10.0) -> tuple[dict[int, Peers], dict[int, Ear]]:
+    everyone = {rank: Peers(RANKS, rank, host="127.0.0.1", key=bytes([rank])) for rank in RANKS}
+    doors = {rank: peers.door for rank, peers in everyone.items()}
+    until_s = time.monotonic() + deadline_s
+    threads = [threading.Thread(target=peers.connect, args=(doors, until_s)) for peers in everyone.values()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(deadline_s)
+    return everyone, {rank: Ear() for rank in RANKS}
+
+
+def _wait_for(condition: Any) -> None:
+    deadline_s = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.01)
+
+
+def test_everyone_hears_everyone_and_who_has_gone() -> None:
+    everyone, ears = _connected()
+    everyone[8].write_to(3, {"hello": 1})
+    assert everyone[3].read_from(8, time.monotonic() + 5) == {"hello": 1}
+    for rank, peers in everyone.items():
+        peers.watch(ears[rank], lambda: None)
+    for rank, peers in everyone.items():
+        peers.tell(["token", rank, "ä"])
+    _wait_for(lambda: all(len(ear.heard) == 2 for ear in ears.values()))
+    assert sorted(ears[5].heard) == [(3, ["token", 3, "ä"]), (8, ["token", 8, "ä"])]
+    everyone[5].close()
+    everyone[5].close()
+    _wait_for(lambda: ears[3].gone == [5] and ears[8].gone == [5])
+    assert ears[5].gone == [], "who closes has lost nobody"
+    everyone[3].tell(["to nobody and to 8"])
+    _wait_for(lambda: len(ears[8].heard) == 3)
+    for peers in everyone.values():
+        peers.close()
+
+
+def test_a_message_that_makes_no_sense_counts_as_a_loss() -> None:
+    everyone, ears = _connected()
+    for rank, peers in everyone.items():
+        peers.watch(ears[rank], lambda: None)
+    everyone[3].tell(["nonsense"])
+    _wait_for(lambda: ears[5].gone == [3] and ears[8].gone == [3])
+    for peers in everyone.values():
+        peers.close()
+
+
+def test_who_does_not_know_the_key_is_turned_away() -> None:
+    first = Peers((0, 1), 0, host="127.0.0.1", key=b"secret")
+    second = Peers((0, 1), 1, host="127.0.0.1", key=b"other")
+    thread = threading.Thread(target=first.connect, args=({1: second.door}, time.monotonic() + 10))
+    thread.start()
+    with pytest.raises((AuthenticationError, EOFError, OSError)):
+        Client((first.door.host, first.door.port), family="AF_INET", authkey=b"guess").send(1)
+    # The right caller still gets in.
+    second.connect({0: first.door}, time.monotonic() + 10)
+    thread.join(10)
+    assert not thread.is_alive()
+    first.close()
+    second.close()
+
+
+def test_who_cannot_be_reached_is_named() -> None:
+    alone = Peers((0, 1, 2), 1, host="127.0.0.1", key=b"a")
+    gone = Peers((0, 1, 2), 0, host="127.0.0.1", key=b"b")
+    gone.close()
+    with pytest.raises(CommError, match=r"no control connection with ranks \[0, 2\]") as caught:
+        alone.connect({0: gone.door, 1: alone.door}, time.monotonic() + 0.5)
+    assert f"127.0.0.1:{gone.door.port}" in str(caught.value)
+    assert caught.value.peer == 0
+    alone.close()
+
+
+def test_a_peer_that_says_nothing_is_named() -> None:
+    everyone, _ = _connected()
+    with pytest.raises(CommError, match="rank 5 has not answered"):
+        everyone[3].read_from(5, time.monotonic() + 0.1)
+    everyone[5].close()
+    with pytest.raises(CommError, match="rank 5 is gone"):
+        everyone[3].read_from(5, time.monotonic() + 5)
+    for peers in everyone.values():
+        peers.close()
