@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def check_state_exists(model: paddle.nn.Layer) -> None:
-    """Refuses a model with tensors that have no storage yet.
+    """Refuses a model with parameters that have no storage yet.
 
     Raises:
-        ConfigError: a tensor was made under ``paddle.LazyGuard`` and not initialized since.
+        ConfigError: a parameter was made under ``paddle.LazyGuard`` and not initialized since.
     """
     for name, tensor in _state(model):
         if not tensor._is_initialized():
@@ -60,7 +60,10 @@ def _finish(tensor: paddle.Tensor, flat: paddle.Tensor, work: Work) -> None:
 
 def _state(model: paddle.nn.Layer) -> Iterator[tuple[str, paddle.Tensor]]:
     """Named parameters and buffers in the model's order, each once, without those of no elements."""
-    for named in (model.named_parameters(), model.named_buffers()):
-        for name, tensor in named:
-            if tensor is not None and tensor.size > 0:  # Paddle gives a tensor without elements no storage at all
-                yield name, tensor
+    for name, param in model.named_parameters():
+        if param.size > 0:  # Paddle gives a tensor without elements no storage at all
+            yield name, param
+    for name, buffer in model.named_buffers():
+        # Recurrent layers have a buffer that gets its value from their first forward with dropout, if ever.
+        if buffer is not None and buffer.size > 0 and buffer._is_initialized():
+            yield name, buffer

@@ -39,7 +39,7 @@ class NormDomain(NamedTuple):
     skip_below: bool
 
 
-def norm_domains(clip: nn.ClipGradBase | None, parts: Sequence[Sequence[GradientPart]]) -> list[NormDomain]:
+def norm_domains(clip: nn.clip.ClipGradBase | None, parts: Sequence[Sequence[GradientPart]]) -> list[NormDomain]:
     """The domains of one clip over parameters, given this rank's parts of each of them (none where it has none)."""
     if isinstance(clip, nn.ClipGradByGlobalNorm):
         members = [part for of_param in parts for part in of_param if part.need_clip]

@@ -109,6 +109,9 @@ class Schedule:
         if self._active[unit]:
             self._active[unit] -= 1
             self._active_total -= 1
+        if unit == ROOT:
+            # What this rank had no use for: another one may stand in its forward and wait for our part of it.
+            self.start_gathers()
 
     def look_up(self, param: EagerParamBase) -> None:
         """A layer looked the parameter up. Part of ``guard.ValueKeeper``."""
@@ -238,19 +241,25 @@ class Schedule:
 
     def begin_backward(self) -> None:
         """Part of ``backward.BackwardListener``."""
+        self._start_unasked()  # a forward without the model around it, such as one of a sublayer, has not yet
         self._wake()
         self.reducer.begin_backward()
 
     def end_backward(self) -> None:
         """Part of ``backward.BackwardListener``."""
-        if self.reducer.armed:
-            # Gathers that no layer asked for on this rank: other ranks may have started them. Not in a backward that
-            # has nothing to do with this model: it may be this rank's alone.
-            self.start_gathers()
+        self._start_unasked()
         self._entries = [0] * len(self._entries)
         self._learn_order()
         self.reducer.gather_order_changed = self.learned_gather_order is not None
         self.reducer.end_backward()
+
+    def _start_unasked(self) -> None:
+        """Gathers that no layer asked for on this rank: another one may stand in its forward and wait for them.
+
+        Not in a backward that has nothing to do with this model: it may be this rank's alone.
+        """
+        if self.reducer.armed:
+            self.start_gathers()
 
     def abort_backward(self) -> None:
         """Part of ``backward.BackwardListener``."""

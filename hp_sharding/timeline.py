@@ -104,12 +104,13 @@ class Timeline:
         return {"steps": float(len(self.steps)), **medians, "overlap_percent": 100 * hidden}
 
     def _take_done(self) -> Iterable[Span]:
-        done = [work for work in self._works if work.done() and work.start_s is not None and work.end_s is not None]
-        self._works = [work for work in self._works if not work.done()]
-        for work in done:
-            assert work.start_s is not None
-            assert work.end_s is not None
-            yield Span(work.lane, work.label, work.start_s, work.end_s, work.nbytes)
+        watched, self._works = self._works, []
+        for work in watched:
+            # Asked once only: it may end at any moment.
+            if not work.done():
+                self._works.append(work)
+            elif work.start_s is not None and work.end_s is not None:
+                yield Span(work.lane, work.label, work.start_s, work.end_s, work.nbytes)
 
 
 def _sum_up(step_s: float, spans: Iterable[Span]) -> StepTimes:

@@ -51,11 +51,17 @@ def check_optimizer(optimizer: Any) -> None:
     if optimizer._use_multi_tensor:
         raise ConfigError(f"{kinds[0]}(use_multi_tensor=True): not supported with sharding; leave it False")
     for clip in _clips(optimizer):
-        if clip is not None and not isinstance(clip, (*_NORM_CLIPS, nn.ClipGradByValue)):
+        if clip is not None and not _is_known(clip):
             raise ConfigError(
                 f"grad_clip {type(clip).__name__}: only ClipGradByGlobalNorm, ClipGradByNorm and ClipGradByValue are "
                 "known to work on shards"
             )
+
+
+def _is_known(clip: Any) -> bool:
+    """Whether it is one of Paddle's own, or a subclass that clips as that one does."""
+    kinds = (*_NORM_CLIPS, nn.ClipGradByValue)
+    return any(isinstance(clip, kind) and type(clip)._dygraph_clip is kind._dygraph_clip for kind in kinds)
 
 
 def optimizer_params(optimizer: paddle.optimizer.Optimizer) -> list[EagerParamBase]:

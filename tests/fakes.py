@@ -78,9 +78,9 @@ class _Pending:
         self.before: Bytes | None = None
         self.input_seen: Bytes | None = None
 
-    def arm(self) -> None:
+    def arm(self, *, checks_input: bool) -> None:
         transfer = self.transfer
-        if not transfer.in_place and self.after is None:
+        if checks_input and not transfer.in_place and self.after is None:
             self.input_seen = transfer.input.copy()
         self.before = transfer.output.copy()
         transfer.output[:] = _poison(transfer.element)
@@ -117,6 +117,7 @@ class WaitingLane(Communicator):
 
     Attributes:
         failing: collectives of these ops end in a CommError instead of a result.
+        checks_inputs: whether writing into the input of a collective is an error.
     """
 
     def __init__(self, lane: str, *, nranks: int = 1, rank: int = 0, log: list[Event] | None = None) -> None:
@@ -125,6 +126,7 @@ class WaitingLane(Communicator):
         self.rank = rank
         self.log = log if log is not None else []
         self.failing: set[str] = set()
+        self.checks_inputs = True
         self._pending: list[_Pending] = []
 
     def all_gather(
@@ -185,7 +187,7 @@ class WaitingLane(Communicator):
         for position, pending in enumerate(self._pending):
             earlier = self._pending[:position]
             if pending.before is None and not any(pending.transfer.overlaps(other.transfer) for other in earlier):
-                pending.arm()
+                pending.arm(checks_input=self.checks_inputs)
 
     def _deliver_first(self) -> None:
         pending = self._pending[0]

@@ -1,7 +1,7 @@
-"""Real collectives that arrive late and leave their outputs poisoned meanwhile, so that a missing wait shows.
+"""Real collectives that are slow and leave their outputs poisoned meanwhile, so that a missing wait shows.
 
-On a small model over loopback every collective is over before anybody could miss it. Here each one starts some
-milliseconds after it was asked for, on each rank at another time, and its output holds NaN until then.
+On a small model over loopback every collective is over before anybody could miss it. Here each one rests before it
+starts, on each rank for another time, as over a slow link, and its output holds NaN from when it was asked for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hp_sharding.sharding import LANES, build
 from tests.fakes import PoisoningPool
 
 DELAY_S = 0.001
-"""Longest delay of a collective; the mean is half of it. A step of the tests' models takes about as long."""
+"""Longest rest of a collective; the mean is half of it."""
 
 _lanes: dict[tuple[int, ...], dict[str, Communicator]] = {}
 
@@ -37,19 +37,19 @@ class Call(NamedTuple):
 
 
 class _Delay(Work):
-    """Is done ``delay_s`` after it was made, and not before the work that it stands behind."""
+    """Takes ``delay_s`` once the lane has come to it and the work that it stands behind is done."""
 
     def __init__(self, delay_s: float, after: Work | None) -> None:
         self.op, self.label, self.lane, self.nbytes = "delay", "", "", 0
         self.start_s: float | None = None
         self.end_s: float | None = None
-        self._due_s = time.monotonic() + delay_s
+        self._delay_s = delay_s
         self._after = after
 
     def wait(self) -> None:
         if self._after is not None:
             self._after.wait()
-        time.sleep(max(0.0, self._due_s - time.monotonic()))
+        time.sleep(self._delay_s)
 
     def done(self) -> bool:
         return False

@@ -145,7 +145,7 @@ def _take_grad(param: paddle.Tensor) -> paddle.Tensor | None:
 
 def _statistics(model: nn.Layer) -> list[tuple[str, paddle.Tensor]]:
     params = [(name, param) for name, param in model.named_parameters() if _is_statistic(name)]
-    return [*params, *model.named_buffers()]
+    return [*params, *((name, buffer) for name, buffer in model.named_buffers() if buffer._is_initialized())]
 
 
 def _is_statistic(name: str) -> bool:

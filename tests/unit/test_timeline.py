@@ -1,0 +1,224 @@
+"""Spans and their sums, by a clock that the test turns."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import paddle
+import pytest
+from paddle import nn
+
+from hp_sharding import timeline as timeline_module
+from hp_sharding.comm import Work
+from hp_sharding.errors import CommError
+from hp_sharding.timeline import MAX_STEPS, Span, StepTimes, Timeline
+from tests.fakes import wrap
+
+
+class _Clock:
+    """Stands still until told otherwise."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def pass_ms(self, ms: float) -> None:
+        self.now_s += ms / 1e3
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    turned = _Clock()
+    monkeypatch.setattr(timeline_module.time, "perf_counter", turned.perf_counter)
+    return turned
+
+
+class _Work(Work):
+    """A work whose times the test sets; waiting for it takes ``wait_ms``."""
+
+    def __init__(self, clock: _Clock, lane: str = "gather", *, wait_ms: float = 0.0, error: bool = False) -> None:
+        self.op, self.label, self.lane, self.nbytes = "all_gather", "0:net", lane, 64
+        self.start_s: float | None = None
+        self.end_s: float | None = None
+        self._clock, self._wait_ms, self._error = clock, wait_ms, error
+
+    def run(self, ms: float) -> None:
+        """Begins now and has taken ``ms`` when this returns; the clock does not move."""
+        self.start_s = self._clock.now_s
+        self.end_s = self._clock.now_s + ms / 1e3
+
+    def wait(self) -> None:
+        self._clock.pass_ms(self._wait_ms)
+        if self._error:
+            raise CommError("gone")
+
+    def done(self) -> bool:
+        return self.end_s is not None
+
+
+def _approx(*ms: float) -> object:
+    return pytest.approx(StepTimes(*ms), abs=1e-6)
+
+
+def test_a_step_is_compute_and_exposed_waiting(clock: _Clock) -> None:
+    line = Timeline(enabled=True)
+    line.end_step()
+    gather, reduce = _Work(clock, "gather", wait_ms=3), _Work(clock, "reduce", wait_ms=2)
+    assert line.watch(gather) is gather
+    line.watch(reduce)
+    clock.pass_ms(10)
+    gather.run(8)
+    reduce.run(5)
+    line.wait(gather)
+    line.wait(reduce)
+    clock.pass_ms(5)
+    line.end_step()
+    assert line.steps == [_approx(20, 15, 8, 5, 5)]
+    assert [(span.lane, span.label, round(span.duration_ms, 6), span.nbytes) for span in line.spans] == [
+        ("gather", "0:net", 8, 64), ("reduce", "0:net", 5, 64), ("wait", "0:net", 3, 0), ("wait", "0:net", 2, 0),
+    ]  # fmt: skip
+
+
+def test_the_first_step_has_no_beginning_and_does_not_count(clock: _Clock) -> None:
+    line = Timeline(enabled=True)
+    line.wait(_Work(clock, wait_ms=50))
+    work = _Work(clock)
+    line.watch(work)
+    work.run(4)
+    clock.pass_ms(1000)
+    line.end_step()
+    assert line.steps == []
+    clock.pass_ms(7)
+    line.end_step()
+    assert line.steps == [_approx(7, 7, 0, 0, 0)], "what came before the first step is counted in the second"
+
+
+def test_a_work_counts_in_the_step_in_which_it_ends(clock: _Clock) -> None:
+    line = Timeline(enabled=True)
+    line.end_step()
+    early, late = _Work(clock), _Work(clock)
+    line.watch(early)
+    line.watch(late)
+    early.run(3)
+    clock.pass_ms(10)
+    line.end_step()
+    late.run(4)
+    clock.pass_ms(10)
+    line.end_step()
+    clock.pass_ms(10)
+    line.end_step()
+    assert [step.gather_ms for step in line.steps] == pytest.approx([3, 4, 0])
+
+
+def test_a_work_that_ends_while_it_is_looked_at_is_not_lost(clock: _Clock) -> None:
+    line = Timeline(enabled=True)
+    line.end_step()
+    work = _Work(clock)
+    line.watch(work)
+    answers = itertools.chain([False], itertools.repeat(True))
+    work.run(6)
+    work.done = lambda: next(answers)  # type: ignore[method-assign]
+    line.end_step()
+    line.end_step()
+    assert sum(step.gather_ms for step in line.steps) == pytest.approx(6)
+
+
+def test_a_wait_that_fails_was_waiting_all_the_same(clock: _Clock) -> None:
+    line = Timeline(enabled=True)
+    line.end_step()
+    failed = _Work(clock, wait_ms=9, error=True)
+    line.watch(failed)
+    with pytest.raises(CommError):
+        line.wait(failed)
+    failed.end_s = clock.now_s  # over, but it never began
+    line.end_step()
+    assert line.steps == [_approx(9, 0, 0, 0, 9)]
+
+
+def test_old_steps_are_forgotten(clock: _Clock) -> None:
+    line = Timeline(enabled=True)
+    for number in range(MAX_STEPS + 3):
+        clock.pass_ms(number)
+        line.end_step()
+    assert len(line.steps) == MAX_STEPS
+    assert line.steps[-1].step_ms == pytest.approx(MAX_STEPS + 2)
+    assert line.steps[0].step_ms == pytest.approx(3)
+
+
+def test_off_it_only_waits(clock: _Clock) -> None:
+    line = Timeline(enabled=False)
+    work = _Work(clock, wait_ms=5)
+    assert line.watch(work) is work
+    line.wait(work)
+    line.end_step()
+    line.end_step()
+    assert clock.now_s == pytest.approx(100.005)
+    assert (line.steps, line.spans, line._works, line._waits) == ([], [], [], [])
+    assert set(line.summary().values()) == {0.0}
+    with pytest.raises(CommError):
+        line.wait(_Work(clock, error=True))
+
+
+def _line(steps: list[StepTimes]) -> Timeline:
+    line = Timeline(enabled=True)
+    line.steps = steps
+    return line
+
+
+@pytest.mark.parametrize(
+    ("steps", "overlap_percent"),
+    [
+        ([StepTimes(20, 15, 8, 12, 5)], 75),
+        ([StepTimes(20, 20, 8, 12, 0)], 100),
+        ([StepTimes(20, 5, 5, 5, 15)], 0),  # waited longer than the lanes were busy: for a late peer
+        ([StepTimes(20, 20, 0, 0, 0)], 100),
+    ],
+)
+def test_overlap_is_the_part_of_communication_that_nobody_waited_for(
+    steps: list[StepTimes], overlap_percent: float
+) -> None:
+    assert _line(steps).summary()["overlap_percent"] == pytest.approx(overlap_percent)
+
+
+def test_a_summary_holds_medians() -> None:
+    steps = [StepTimes(10, 8, 1, 2, 2), StepTimes(11, 9, 2, 3, 2), StepTimes(900, 700, 9, 9, 200)]
+    summary = _line(steps).summary()
+    assert summary == {
+        "steps": 3, "step_ms": 11, "compute_ms": 9, "gather_ms": 2, "reduce_ms": 3, "exposed_ms": 2,
+        "overlap_percent": pytest.approx(60),
+    }  # fmt: skip
+    assert list(summary) == list(Timeline(enabled=True).summary())
+
+
+def test_milliseconds_of_a_span() -> None:
+    assert Span("gather", "x", 1.5, 1.75, 0).duration_ms == 250
+
+
+@pytest.mark.parametrize("settings", [{}, {"allgather_overlap": True, "reduce_overlap": True}])
+def test_a_training_run_is_covered(settings: dict[str, bool]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sgd = paddle.optimizer.SGD(0.1, parameters=model.parameters(), grad_clip=nn.ClipGradByGlobalNorm(1.0))
+    rig = wrap(model, sgd, timeline=True, comm_fusion=False, **settings)
+    lines: list[Callable[[], object]] = []
+    for _ in range(4):
+        model(paddle.ones([2, 4])).sum().backward()
+        rig.optimizer.step()
+        rig.optimizer.clear_grad()
+        lines.append(lambda: None)
+    line = rig.optimizer.timeline
+    assert len(line.steps) == 3
+    for step in line.steps:
+        assert step.compute_ms + step.exposed_ms == pytest.approx(step.step_ms)
+        assert 0 < step.exposed_ms < step.step_ms
+        assert step.gather_ms > 0
+        assert step.reduce_ms > 0
+    carried = {(span.lane, span.label) for span in line.spans}
+    assert ("gather", "0:0.weight") in carried
+    assert ("reduce", "0:0.weight, backward 3") in carried
+    assert ("wait", "gradient norm") in carried
+    collectives = [event for event in rig.log if event.what == "start"]
+    per_step = len(collectives) // 4
+    assert len([span for span in line.spans if span.lane != "wait"]) == per_step
