@@ -117,11 +117,21 @@ class GuardedParameters(OrderedDict[str, Any]):
             keeper.look_up(param)
         return param
 
+    # What ``model.parameters()`` and loops over a ParameterList go through. OrderedDict's own would pass us by.
+    def items(self) -> list[tuple[str, Any]]:  # type: ignore[override]
+        return [(name, self[name]) for name in self]
+
+    def values(self) -> list[Any]:  # type: ignore[override]
+        return [self[name] for name in self]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return OrderedDict, (list(self.items()),)
+        return OrderedDict, (list(super().items()),)
 
     def copy(self) -> OrderedDict[str, Any]:  # type: ignore[override]
-        return OrderedDict(self.items())
+        return OrderedDict(super().items())
 
 
 def guard_params(params: list[EagerParamBase], keeper: ValueKeeper) -> None:

@@ -28,6 +28,9 @@ _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "float64": np.dtype(np.float64),
 }
 
+DTYPES = tuple(_NUMPY_DTYPES)
+"""Names of the dtypes that ``StoragePool`` gives out: all that can train."""
+
 
 class StoragePool:
     """Flat tensors whose memory is reused once nothing aliases it.

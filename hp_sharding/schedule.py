@@ -307,7 +307,9 @@ class Schedule:
     def _register(self, plan: UnitPlan, params: list[EagerParamBase]) -> None:
         model = plan.units[0].layer
         for index, unit in enumerate(plan.units):
-            unit.layer.register_forward_pre_hook(_layer_hook(self, unit.layer, Schedule.enter_unit, index))
+            before = unit.layer.register_forward_pre_hook(_layer_hook(self, unit.layer, Schedule.enter_unit, index))
+            # Before hooks that are there already: those of weight_norm and spectral_norm read parameters.
+            unit.layer._forward_pre_hooks.move_to_end(before._hook_id, last=False)
             unit.layer.register_forward_post_hook(_layer_hook(self, unit.layer, Schedule.leave_unit, index))
         guard.guard_params(params, self)
         guard.guard_layers(model, self)

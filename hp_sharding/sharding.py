@@ -21,7 +21,7 @@ from .errors import ConfigError
 from .layout import BucketLayout, BucketRules, ParamSpec, plan_buckets
 from .optimizer import ShardedOptimizer
 from .plain import PlainOptimizer
-from .pool import StoragePool
+from .pool import DTYPES, StoragePool
 from .reduction import ReduceLanes, Reducer, ReduceRules
 from .schedule import Schedule, keep_schedule, schedule_of
 from .timeline import Timeline
@@ -59,10 +59,15 @@ def shard(
         ConfigError: wrapped before, an optimizer that cannot be sharded, parameters that the model does not have, or a
             layer that cannot be served. No collective has then started.
     """
-    ranks = _ranks(shard_group)
-    if replicate_group is not None and len(_ranks(replicate_group)) > 1:
+    ranks = _ranks("shard_group", shard_group)
+    if replicate_group is not None and len(_ranks("replicate_group", replicate_group)) > 1:
         raise ConfigError("replicate_group: more than one replica is not supported yet; use one shard group")
     config = config if config is not None else ShardingConfig()
+    if not isinstance(config, ShardingConfig):
+        raise ConfigError(
+            f"config: expected a ShardingConfig, got {type(config).__name__}; ShardingConfig.from_dict() makes one of a "
+            "dict"
+        )
     check_wrap(model, optimizer)
     return shard_over(model, optimizer, config, lanes=open_lanes(model, ranks, timeout_s=config.timeout_s))
 
@@ -110,6 +115,12 @@ def check_wrap(model: nn.Layer, optimizer: paddle.optimizer.Optimizer) -> None:
             f"the optimizer holds {len(foreign)} of {len(params)} parameters that the model does not have, such as "
             f"'{foreign[0]}'. Make the optimizer with parameters of the model that is wrapped"
         )
+    strange = [param for param in params if not param.stop_gradient and _dtype(param) not in DTYPES]
+    if strange:
+        raise ConfigError(
+            f"parameter '{names[id(strange[0])]}' is of {_dtype(strange[0])}; what trains must be one of "
+            f"{', '.join(DTYPES)}"
+        )
     if not any(param.size for param in params):
         raise ConfigError("the optimizer holds no parameter with elements: there is nothing to shard")
     for name, layer in model.named_sublayers(include_self=True):
@@ -136,7 +147,7 @@ def build(
     """
     plan = find_units(model, config.units)
     held = {id(param) for param in optimizer_params(optimizer)}
-    entries = [entry for entry in plan.params if id(entry.param) in held and entry.param.size > 0]
+    entries = [entry for entry in plan.params if id(entry.param) in held and _has_place(entry.param)]
     gather = lanes["gather"]
     layouts = _plan_layouts(plan, entries, config, gather.nranks)
     place = BufferPlace(gather.rank, gather, pool or StoragePool(), not config.reshards_after_step)
@@ -188,10 +199,17 @@ def full_parameters(model: nn.Layer) -> Iterator[nn.Layer]:
         schedule.reshard(freed)
 
 
-def _ranks(group: Any) -> list[int]:
+def _ranks(name: str, group: Any) -> list[int]:
     if group is None:
         return list(range(paddle.distributed.get_world_size()))
-    return [int(rank) for rank in getattr(group, "ranks", group)]
+    me = paddle.distributed.get_rank()
+    try:
+        ranks = [int(rank) for rank in getattr(group, "ranks", group)]
+    except (TypeError, ValueError):
+        ranks = []
+    if me not in ranks:
+        raise ConfigError(f"{name}: expected a Paddle group or ranks, this process's ({me}) among them, not {group!r}")
+    return ranks
 
 
 def _members(layout: BucketLayout, entries: Sequence[UnitParam]) -> list[EagerParamBase]:
@@ -205,7 +223,7 @@ def _plan_layouts(
         ParamSpec(
             name=entry.name,
             numel=int(entry.param.size),
-            dtype=str(entry.param.dtype).split(".")[-1],
+            dtype=_dtype(entry.param),
             itemsize=entry.param.element_size(),
             unit=entry.unit,
             frozen=entry.param.stop_gradient,
@@ -214,6 +232,15 @@ def _plan_layouts(
     ]
     rules = BucketRules(nranks, config.comm_buffer_bytes, config.comm_fusion, merge_units=config.stage < 3)
     return plan_buckets(specs, [unit.name for unit in plan.units], rules)
+
+
+def _has_place(param: EagerParamBase) -> bool:
+    """Whether it belongs in a bucket: not without elements, and not an integer, which never trains."""
+    return param.size > 0 and _dtype(param) in DTYPES
+
+
+def _dtype(param: EagerParamBase) -> str:
+    return str(param.dtype).split(".")[-1]
 
 
 def _tied_buckets(layouts: Sequence[BucketLayout], entries: Sequence[UnitParam]) -> frozenset[int]:

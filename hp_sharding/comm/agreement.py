@@ -20,6 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+# How long a process that is alive may take to say so: its watcher answers whatever its script does.
+_ROLL_CALL_S = 2.0
+
 Message = list[object]
 """A control message: its kind, then strings and whole numbers (what JSON can carry)."""
 
@@ -62,6 +65,7 @@ class _Ledger:
     """What is known about one lane. Sequence numbers count the lane's collectives from zero."""
 
     listener: Listener
+    changed: threading.Condition
     tokens: dict[int, dict[int, Token]] = field(default_factory=dict)
     entered: int = -1
     entered_s: float = 0.0
@@ -88,12 +92,15 @@ class Agreement:
         self.me = me
         self.broken: Cause | None = None
         self._tell = tell
-        self._changed = threading.Condition()
+        # One lock for all, but a condition for each lane: what concerns one does not wake the threads of the others.
+        self._lock = threading.Lock()
+        self._answered = threading.Condition(self._lock)
+        self._answers: set[int] = set()
         self._ledgers: dict[str, _Ledger] = {}
 
     def add_lane(self, lane: str, listener: Listener) -> None:
         """Makes a lane known. Before the first message can come."""
-        self._ledgers[lane] = _Ledger(listener)
+        self._ledgers[lane] = _Ledger(listener, threading.Condition(self._lock))
 
     def refusal(self, lane: str) -> Cause | None:
         """Why the lane takes no more collectives, or None."""
@@ -101,8 +108,7 @@ class Agreement:
 
     def announce(self, lane: str, sequence: int, token: Token) -> None:
         """Tells the others that this rank has reached a collective and can enter it."""
-        with self._changed:
-            self._ledgers[lane].tokens.setdefault(sequence, {})[self.me] = token
+        self._note(lane, sequence, self.me, token)
         self._tell(["token", lane, sequence, *token])
 
     def enter(self, lane: str, sequence: int, timeout_s: float) -> None:
@@ -112,30 +118,27 @@ class Agreement:
             Refused: a token differs, somebody has not come in time, is gone, or leaves before this collective.
         """
         ledger = self._ledgers[lane]
-        deadline_s = time.monotonic() + timeout_s
-        with self._changed:
-            while not self._may_enter(ledger, sequence):
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
-                    raise Refused(self._late(ledger, sequence, timeout_s))
-                self._changed.wait(left_s)
-            self._check_tokens(ledger, lane, sequence)
-            ledger.entered = sequence
-            ledger.entered_s = time.monotonic()
+        with self._lock:
+            if ledger.changed.wait_for(lambda: self._may_enter(ledger, sequence), timeout_s):
+                self._check_tokens(ledger, lane, sequence)
+                ledger.entered = sequence
+                ledger.entered_s = time.monotonic()
+                return
+        raise Refused(self._late(ledger, sequence, timeout_s))
 
     def finish(self, lane: str, sequence: int) -> None:
         """Says that a collective which was entered has ended well."""
-        with self._changed:
+        with self._lock:
             ledger = self._ledgers[lane]
             ledger.finished = sequence
             ledger.tokens.pop(sequence, None)
-            self._changed.notify_all()
+            ledger.changed.notify_all()
         self._settle(lane)
 
     def overdue(self, timeout_s: float) -> str | None:
         """The name of a lane that has been inside one collective for longer than ``timeout_s``."""
         now_s = time.monotonic()
-        with self._changed:
+        with self._lock:
             for lane, ledger in self._ledgers.items():
                 if ledger.entered > ledger.finished and now_s - ledger.entered_s > timeout_s:
                     return lane
@@ -143,20 +146,40 @@ class Agreement:
 
     def break_off(self, cause: Cause, *, tell: bool = True) -> None:
         """Ends all lanes of the group for good. The first cause stays; later ones are consequences."""
-        with self._changed:
+        with self._lock:
             if self.broken is not None:
                 return
             self.broken = cause
-            self._changed.notify_all()
+            for ledger in self._ledgers.values():
+                ledger.changed.notify_all()
+            self._answered.notify_all()
         if tell:
             self._tell(["abort", cause.text, cause.peer])
         for ledger in self._ledgers.values():
             ledger.listener.drop_after(-1, cause)
 
-    def await_break(self, timeout_s: float) -> None:
-        """Gives the news of a dead peer a moment to come, so that it and not its echo becomes the cause."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.broken is not None, timeout_s)
+    def cause_of(self, error: Exception, timeout_s: float) -> Cause:
+        """Why a transfer failed: Gloo does not say whose fault it is, but a dead or a silent member tells.
+
+        Blocks for up to ``timeout_s``; not for the thread that calls ``hear``.
+        """
+        silent = self.roll_call(timeout_s)
+        with self._lock:
+            if self.broken is not None:
+                return self.broken
+        text = f"the transfer failed: {_gist(error)}"
+        if silent:
+            return Cause(f"{_names(silent)} does not answer: stopped, or cut off; {text}", silent[0])
+        return Cause(text)
+
+    def roll_call(self, timeout_s: float) -> list[int]:
+        """Which members' processes do not answer within ``timeout_s``. Ends early when all have, or one is gone."""
+        with self._lock:
+            self._answers = {self.me}
+        self._tell(["ping"])
+        with self._lock:
+            self._answered.wait_for(lambda: self.broken or len(self._answers) == len(self.ranks), timeout_s)
+            return [rank for rank in self.ranks if rank not in self._answers]
 
     def leave(self, lane: str, cause: Cause, *, by: int | None = None, last_entered: int = -1) -> None:
         """Starts to leave a lane; with ``by``, takes note that another rank does. Does not block.
@@ -169,13 +192,13 @@ class Agreement:
         """
         ledger = self._ledgers[lane]
         answer: int | None = None
-        with self._changed:
+        with self._lock:
             if ledger.leaving is None:
                 ledger.leaving = cause
                 ledger.last_entered_by[self.me] = answer = ledger.entered
             if by is not None:
                 ledger.last_entered_by[by] = last_entered
-            self._changed.notify_all()
+            ledger.changed.notify_all()
         if answer is not None:
             self._tell(["leave", lane, answer, cause.peer])
         self._settle(lane)
@@ -197,9 +220,9 @@ class Agreement:
         def is_settled() -> bool:
             return self.broken is not None or ledger.quiet == everyone
 
-        with self._changed:
-            if not self._changed.wait_for(is_settled, answer_s):
-                self._changed.wait_for(lambda: is_settled() or ledger.entered == ledger.finished, flight_s)
+        with self._lock:
+            if not ledger.changed.wait_for(is_settled, answer_s):
+                ledger.changed.wait_for(lambda: is_settled() or ledger.entered == ledger.finished, flight_s)
             return self.broken is None and ledger.quiet == everyone
 
     def hear(self, peer: int, message: Message) -> None:
@@ -207,29 +230,40 @@ class Agreement:
         kind, rest = message[0], message[1:]
         if kind == "token":
             lane, sequence, what, nbytes, label = rest
-            with self._changed:
-                self._ledgers[str(lane)].tokens.setdefault(_whole(sequence), {})[peer] = Token(
-                    str(what), _whole(nbytes), str(label)
-                )
-                self._changed.notify_all()
+            self._note(str(lane), _whole(sequence), peer, Token(str(what), _whole(nbytes), str(label)))
         elif kind == "leave":
             # The message may be an answer: the cause is who was the first.
             cause = Cause(f"rank {rest[2]} has left: it closed the lane, or its script has ended", _whole(rest[2]))
             self.leave(str(rest[0]), cause, by=peer, last_entered=_whole(rest[1]))
         elif kind == "quiet":
-            with self._changed:
-                self._ledgers[str(rest[0])].quiet.add(peer)
-                self._changed.notify_all()
+            ledger = self._ledgers[str(rest[0])]
+            with self._lock:
+                ledger.quiet.add(peer)
+                ledger.changed.notify_all()
+        elif kind == "ping":
+            self._tell(["pong"])
+        elif kind == "pong":
+            with self._lock:
+                self._answers.add(peer)
+                self._answered.notify_all()
         elif kind == "abort":
             at_fault = rest[1] if isinstance(rest[1], int) else peer
             self.break_off(Cause(f"rank {peer} gave up: {rest[0]}", at_fault), tell=False)
 
     def lost(self, peer: int) -> None:
         """Takes in that a member's connection has ended."""
-        with self._changed:
+        with self._lock:
             at_peace = all(peer in ledger.quiet for ledger in self._ledgers.values())
         if not at_peace:
             self.break_off(Cause(f"rank {peer} is gone: its connection ended without a goodbye", peer))
+
+    def _note(self, lane: str, sequence: int, rank: int, token: Token) -> None:
+        ledger = self._ledgers[lane]
+        with self._lock:
+            tokens = ledger.tokens.setdefault(sequence, {})
+            tokens[rank] = token
+            if len(tokens) == len(self.ranks):
+                ledger.changed.notify_all()
 
     def _may_enter(self, ledger: _Ledger, sequence: int) -> bool:
         if self.broken is not None:
@@ -253,29 +287,40 @@ class Agreement:
                 raise Refused(Cause(text, peer))
 
     def _late(self, ledger: _Ledger, sequence: int, timeout_s: float) -> Cause:
-        arrived = ledger.last_entered_by if ledger.leaving else ledger.tokens.get(sequence, {})
-        missing = [peer for peer in self.ranks if peer not in arrived]
-        names = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {missing}"
-        return Cause(
-            f"{names} did not reach this collective within {timeout_s:g} s: stuck, much slower, or on another path "
-            "through the model; raise timeout_s if it is only late",
-            missing[0] if missing else None,
-        )
+        with self._lock:
+            arrived = ledger.last_entered_by if ledger.leaving else ledger.tokens.get(sequence, {})
+            missing = [peer for peer in self.ranks if peer not in arrived]
+        silent = set(missing) & set(self.roll_call(min(_ROLL_CALL_S, timeout_s)))
+        reason = "busy, much slower, or on another path through the model; raise timeout_s if it is only late"
+        if silent:
+            reason = f"{_names(sorted(silent))} does not even answer: stopped, or cut off"
+        text = f"{_names(missing)} did not reach this collective within {timeout_s:g} s: {reason}"
+        return Cause(text, missing[0] if missing else None)
 
     def _settle(self, lane: str) -> None:
         """Once all have answered a wish to leave: drops what lies beyond the limit and says when this rank is quiet."""
         ledger = self._ledgers[lane]
-        with self._changed:
+        with self._lock:
             if ledger.leaving is None or len(ledger.last_entered_by) < len(self.ranks) or self.broken is not None:
                 return
             limit = ledger.limit()
             became_quiet = ledger.finished >= limit and self.me not in ledger.quiet
             if became_quiet:
                 ledger.quiet.add(self.me)
-                self._changed.notify_all()
+                ledger.changed.notify_all()
         ledger.listener.drop_after(limit, ledger.leaving)
         if became_quiet:
             self._tell(["quiet", lane])
+
+
+def _names(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"each of ranks {ranks}"
+
+
+def _gist(error: Exception) -> str:
+    """What an error says, without the stack that Paddle puts before it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if not line.startswith("[Hint")), repr(error))
 
 
 def _whole(value: object) -> int:

@@ -11,8 +11,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import NamedTuple
 
 import paddle
 
@@ -25,7 +25,7 @@ from .ring import Ring, Span
 from .sums import Adder
 
 _log = logging.getLogger("hp_sharding")
-# How long a failure inside Gloo waits for the news that a peer is dead, which says more.
+# How long a failure inside Gloo waits for the news that a peer is dead or silent, which says more.
 _NEWS_S = 2.0
 
 
@@ -88,11 +88,12 @@ class GlooWork(Work):
         return f"rank {self._rank}: {self.op} of {self.label!r} on lane {self.lane!r} failed: {cause.text}"
 
 
-class _Job(NamedTuple):
-    """A work, what carries it out, and the work it must follow."""
+@dataclass
+class _Job:
+    """A work, what carries it out (and holds the tensors), and the work it must follow."""
 
     work: GlooWork
-    transfer: Callable[[], None]
+    transfer: Callable[[], None] | None
     after: Work | None
 
 
@@ -205,10 +206,12 @@ class GlooCommunicator(Communicator):
 
     def join(self, timeout_s: float) -> bool:
         """Ends the threads after what is in flight; False if one is stuck inside Gloo and was abandoned."""
+        deadline_s = time.monotonic() + timeout_s
         self._jobs.put(None)
-        self._links.stop()
         self._worker.join(timeout_s)
-        return self._links.join(timeout_s) and not self._worker.is_alive()
+        # Not before: what the worker still orders must be carried out.
+        self._links.stop()
+        return self._links.join(deadline_s) and not self._worker.is_alive()
 
     def drop_after(self, limit: int, cause: Cause) -> None:
         """Fails the outstanding works whose sequence number is above ``limit``."""
@@ -240,12 +243,13 @@ class GlooCommunicator(Communicator):
                 return work
             self._next_sequence += 1
             self._outstanding.append(work)
+            # A rank that still waits for another collective is not ready for this one: the others must not enter yet.
+            if after is None:
+                self._announce(work)
+            elif isinstance(after, GlooWork):
+                after.when_done(lambda: None if after.failed() else self._announce(work))
+            # Last: from here on the lane's thread competes with the caller's for the interpreter.
             self._jobs.put(_Job(work, transfer, after))
-        # A rank that still waits for another collective is not ready for this one: the others must not enter yet.
-        if after is None:
-            self._announce(work)
-        elif isinstance(after, GlooWork):
-            after.when_done(lambda: None if after.failed() else self._announce(work))
         return work
 
     def _announce(self, work: GlooWork) -> None:
@@ -261,7 +265,7 @@ class GlooCommunicator(Communicator):
                     self._agreement.break_off(refused.cause)
             with self._submitting:
                 self._outstanding.popleft()
-            # Let go of the tensors before waiting for the next job.
+            # Do not hold the tensors of a failed one while waiting for the next.
             del job
 
     def _carry_out(self, job: _Job) -> None:
@@ -273,11 +277,13 @@ class GlooCommunicator(Communicator):
         self._agreement.enter(self.lane, work.sequence, self._timeout_s)
         work.start_s = time.perf_counter()
         try:
+            assert job.transfer is not None
             job.transfer()
         except Exception as error:
-            self._agreement.await_break(_NEWS_S)
             _log.debug("transfer failed", exc_info=True)
-            raise Refused(self._agreement.broken or Cause(f"the transfer failed: {error}")) from error
+            raise Refused(self._agreement.cause_of(error, _NEWS_S)) from error
+        # Whoever sees the work done may use the memory again, and finds nobody else holding it.
+        job.transfer = None
         work.end()
         self._agreement.finish(self.lane, work.sequence)
 

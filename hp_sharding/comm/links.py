@@ -7,6 +7,7 @@ each directed edge of the ring has a group of its own, used in that one directio
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
@@ -81,9 +82,10 @@ class _Pump(threading.Thread):
 
     def run(self) -> None:
         while (order := self._orders.get()) is not None:
-            order.transfer.end(self._carry_out(order))
-            # Do not hold the memory while waiting for the next order.
+            transfer, error = order.transfer, self._carry_out(order)
+            # Whoever sees the transfer end may use the memory again, and finds nobody else holding it.
             del order
+            transfer.end(error)
 
     def _carry_out(self, order: _Order) -> BaseException | None:
         # The messages of an edge are numbered: after one has failed no later one can find its partner.
@@ -135,8 +137,8 @@ class GlooLinks:
         self._sender.stop()
         self._receiver.stop()
 
-    def join(self, timeout_s: float) -> bool:
-        """Waits for the threads to end; False if one is still inside Gloo."""
-        self._sender.join(timeout_s)
-        self._receiver.join(timeout_s)
+    def join(self, deadline_s: float) -> bool:
+        """Waits for the threads to end, until a time of ``time.monotonic``; False if one is still inside Gloo."""
+        for pump in (self._sender, self._receiver):
+            pump.join(max(0.0, deadline_s - time.monotonic()))
         return not (self._sender.is_alive() or self._receiver.is_alive())

@@ -68,9 +68,9 @@ class LocalWork(Work):
                 return
             self.start_s = time.perf_counter()
             self._copy()
-            self.end_s = time.perf_counter()
-            # Let go of the tensors.
+            # Whoever sees the work done may use the memory again, and finds nobody else holding it.
             self._copy = self._after = None
+            self.end_s = time.perf_counter()
 
 
 class LocalCommunicator(Communicator):

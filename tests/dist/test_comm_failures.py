@@ -37,9 +37,7 @@ def _seen(action: Callable[[], Any], begin_s: float) -> Seen:
     with pytest.raises(CommError) as caught:
         action()
     error = caught.value
-    return Seen(
-        str(error), error.op, error.label, error.lane, error.rank, error.peer, time.monotonic() - begin_s
-    )
+    return Seen(str(error), error.op, error.label, error.lane, error.rank, error.peer, time.monotonic() - begin_s)
 
 
 def _lanes(nranks: int, timeout_s: float = 60.0) -> dict[str, Communicator]:
@@ -292,7 +290,9 @@ def _forked_child_ends(rank: int, nranks: int) -> float:
     if child == 0:
         atexit._run_exitfuncs()  # they must leave the parent's lanes alone
         os._exit(0)
+    begin_s = time.monotonic()
     os.waitpid(child, 0)
+    assert time.monotonic() - begin_s < NOTICE_S, "the child waited for answers that are not for it"
     tensor = paddle.ones([5])
     lanes["gather"].all_reduce(tensor).wait()
     return float(tensor[0])

@@ -75,9 +75,14 @@ def test_disjoint_groups_made_at_the_same_time() -> None:
 def test_the_patch_goes_away() -> None:
     collective, parallel = dist.collective, dist.parallel
     before = collective._new_process_group_impl
-    with pytest.raises(ZeroDivisionError), collision_free_groups():
-        assert collective._new_process_group_impl is not before
-        assert parallel._new_process_group_impl is collective._new_process_group_impl
-        raise ZeroDivisionError
+
+    def fail_inside() -> None:
+        with collision_free_groups():
+            assert collective._new_process_group_impl is not before
+            assert parallel._new_process_group_impl is collective._new_process_group_impl
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
     assert collective._new_process_group_impl is before
     assert parallel._new_process_group_impl is before

@@ -249,7 +249,42 @@ class _SelfCalls(nn.Layer):
         return F.linear(x, self.encoder.weight, self.encoder.bias)
 
 
-MODULES = {"lists": _Lists, "recurrent": _Recurrent, "self calls": _SelfCalls}
+class _Dicts(nn.Layer):
+    """Parameters in a ParameterDict and in a layer without a forward, all of them taken at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        normal = nn.initializer.Normal(std=0.3)
+        self.weights = nn.ParameterDict({n: self.create_parameter([8, 8], default_initializer=normal) for n in "abc"})
+        self.holder = nn.Layer()
+        self.holder.scale = self.holder.create_parameter([8], default_initializer=normal)
+        self.holder.shift = self.holder.create_parameter([8], default_initializer=normal)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        x = self.first(x)
+        for weight in self.weights.parameters():
+            x = F.gelu(paddle.matmul(x, weight))
+        scale, shift = self.holder.parameters()
+        return paddle.add(paddle.multiply(x, scale), shift)
+
+
+class _Penalty(nn.Layer):
+    """A penalty on all parameters, those that no layer uses included, before and after the layers run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LayerList([nn.Linear(8, 8) for _ in range(3)])
+        self.never = nn.Linear(8, 8)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        total = paddle.add_n([paddle.norm(param) for param in self.parameters()])
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x.mean() + 0.01 * total + 0.01 * paddle.add_n([paddle.sum(param**2) for param in self.parameters()])
+
+
+MODULES = {"dicts": _Dicts, "penalty": _Penalty, "lists": _Lists, "recurrent": _Recurrent, "self calls": _SelfCalls}
 
 
 def _train_module(new: Factory, name: str) -> dict[str, Values]:

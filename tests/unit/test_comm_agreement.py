@@ -196,6 +196,31 @@ def test_a_break_wakes_whoever_waits() -> None:
     assert found == ["rank 5 gave up: no memory"]
 
 
+def test_a_roll_call_names_who_is_silent() -> None:
+    members = _members()
+    found: list[list[int]] = []
+    thread = threading.Thread(target=lambda: found.append(members[4].agreement.roll_call(0.5)))
+    thread.start()
+    deadline_s = time.monotonic() + 5
+    while not members[4].outbox and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    _deliver(members, sender=4)
+    _deliver(members, sender=6)
+    thread.join(10)
+    assert found == [[5]]
+
+
+def test_the_cause_of_a_failed_transfer_names_who_does_not_answer() -> None:
+    member = Member(4)
+    error = OSError("\n\nC++ Traceback:\n0 gloo::recv\n\nExternalError: Read timeout\n  [Hint: none]")
+    cause = member.agreement.cause_of(error, 0.05)
+    assert "each of ranks [5, 6] does not answer" in cause.text
+    assert cause.text.endswith("the transfer failed: ExternalError: Read timeout")
+    assert cause.peer == 5
+    member.agreement.lost(6)
+    assert "rank 6 is gone" in member.agreement.cause_of(error, 0.05).text
+
+
 def test_overdue_names_the_lane_that_is_stuck() -> None:
     members = _members()
     _enter_everywhere(members, 0)

@@ -1,7 +1,7 @@
 """What every communicator must do, whatever it is made of.
 
-Each check takes one rank's lanes, at least ``"one"`` and ``"two"``, over the same ranks, and is called on all of them at
-once. Here the checks run over a group of one; ``tests/dist/test_comm_gloo.py`` runs them over more.
+Each check takes one rank's lanes, at least ``"one"`` and ``"two"``, over the same ranks, and is called on all of them
+at once. Here the checks run over a group of one; ``tests/dist/test_comm_gloo.py`` runs them over more.
 """
 
 from __future__ import annotations
@@ -324,10 +324,15 @@ def a_failure_of_what_it_follows_is_its_own(lanes: Lanes) -> None:
     comm = lanes["one"]
     gate = Gate(CommError("it broke", op="all_gather", rank=5, peer=7))
     work: Work | None = None
-    with pytest.raises(CommError, match="it broke") as caught:
+
+    def start_and_wait() -> None:
+        nonlocal work
         work = comm.all_reduce(paddle.zeros([3]), label="bucket 1", after=gate)
         gate.open()
         work.wait()
+
+    with pytest.raises(CommError, match="it broke") as caught:
+        start_and_wait()
     assert (caught.value.op, caught.value.label, caught.value.lane) == ("all_reduce", "bucket 1", "one")
     if work is not None:
         with pytest.raises(CommError, match="it broke"):

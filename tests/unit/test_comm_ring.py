@@ -72,8 +72,10 @@ def _on_ring(nranks: int, act: Callable[[Ring], object], edges: list[FakeEdge] |
 
 def _tiny(piece_bytes: int) -> Any:
     """No collective counts as small, and pieces are of a few bytes, so that small tensors take every path."""
-    names = ("MAX_PIECE_BYTES", "_SUM_PIECE_BYTES", "_HOP_PIECE_BYTES", "_MIN_PIECE_BYTES")
-    return mock.patch.multiple(ring, SMALL_BYTES=-1, **dict.fromkeys(names, piece_bytes))
+    sizes: Any = dict.fromkeys(
+        ("MAX_PIECE_BYTES", "_SUM_PIECE_BYTES", "_HOP_PIECE_BYTES", "_MIN_PIECE_BYTES"), piece_bytes
+    )
+    return mock.patch.multiple(ring, SMALL_BYTES=-1, **sizes)
 
 
 def _terms(nranks: int, numel: int) -> list[Array]:
@@ -109,7 +111,7 @@ def test_reduce_scatter_in_pieces(case: tuple[int, int, int], accumulate: bool) 
     nranks, numel, piece_bytes = case
     chunks = even_chunks(numel, nranks)
     terms = _terms(nranks, numel)
-    total = np.sum(terms, axis=0, dtype=np.float32)
+    total: Array = np.stack(terms).sum(axis=0)
 
     def act(place: Ring) -> None:
         own = chunks[place.rank]
@@ -127,7 +129,7 @@ def test_reduce_scatter_in_pieces(case: tuple[int, int, int], accumulate: bool) 
 def test_all_reduce_and_broadcast_in_pieces(case: tuple[int, int, int]) -> None:
     nranks, numel, piece_bytes = case
     terms = _terms(nranks, numel)
-    total = np.sum(terms, axis=0, dtype=np.float32)
+    total: Array = np.stack(terms).sum(axis=0)
 
     def act(place: Ring) -> None:
         data = terms[place.rank].copy()
@@ -145,7 +147,7 @@ def test_all_reduce_and_broadcast_in_pieces(case: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("nranks", range(2, 9))
 def test_small_collectives_use_no_threads_and_do_not_block(nranks: int) -> None:
     terms = _terms(nranks, 5 * nranks)
-    total = np.sum(terms, axis=0, dtype=np.float32)
+    total: Array = np.stack(terms).sum(axis=0)
 
     def act(place: Ring) -> None:
         with mock.patch.object(place.links, "start_send", side_effect=AssertionError("a thread was asked")):

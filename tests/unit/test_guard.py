@@ -61,6 +61,12 @@ def _a_status(rig: Rig) -> Status:
     return rig.optimizer.param2bucket["a.weight"][0].status
 
 
+def _weight(rig: Rig) -> EagerParamBase:
+    """``a.weight``, as somebody has it who took it from the model before the step."""
+    [weight] = rig.optimizer.param2bucket["a.weight"][0].params
+    return weight
+
+
 X = paddle.to_tensor(np.arange(9, dtype="float32").reshape(3, 3) + 1)
 _Reader = Callable[[Any, Any], Any]
 
@@ -151,8 +157,7 @@ def _as_array(value: Any) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("read", list(_READS))
 def test_a_read_waits_and_sees_the_new_value(read: str) -> None:
     plain, rig = _plain(), _after_step()
-    weight = rig.model.parameters()[1]
-    assert weight.name.startswith("linear")
+    weight = _weight(rig)
     assert _a_status(rig) is Status.SYNCING
     found = _as_array(_READS[read](rig.model, weight))
     assert np.array_equal(found, _as_array(_READS[read](plain, plain.a.weight)))
@@ -168,10 +173,10 @@ def test_a_read_of_a_freed_value_is_an_error(read: str) -> None:
     before = len(rig.log)
     by_layer = read == "its layer's attribute"  # passes the parameter straight to a function: Paddle's error then
     with pytest.raises(RuntimeError if by_layer else StateError, match="memory" if by_layer else "full_parameters"):
-        _READS[read](rig.model, rig.model.parameters()[1])
+        _READS[read](rig.model, _weight(rig))
     assert len(rig.log) == before
     with full_parameters(rig.model):
-        found = _as_array(_READS[read](rig.model, rig.model.parameters()[1]))
+        found = _as_array(_READS[read](rig.model, _weight(rig)))
     plain = _plain()
     assert np.array_equal(found, _as_array(_READS[read](plain, plain.a.weight)))
 
@@ -182,7 +187,7 @@ def test_a_function_that_passes_every_guard_fails_rather_than_read_a_stale_value
 ) -> None:
     rig = _after_step()
     with pytest.raises(RuntimeError, match="holder_ should not be null"):
-        function(rig.model.parameters()[1])
+        function(_weight(rig))
 
 
 _WRITES: dict[str, Callable[[Any], Any]] = {
@@ -200,7 +205,7 @@ _WRITES: dict[str, Callable[[Any], Any]] = {
 def test_a_write_while_a_gather_is_under_way_is_kept(write: str) -> None:
     rig = _after_step()
     with paddle.no_grad():
-        _WRITES[write](rig.model.parameters()[1])
+        _WRITES[write](_weight(rig))
     assert (rig.model.a.weight.numpy() == 7).all()
     assert (rig.optimizer.param2bucket["a.weight"][0].slices[0].tensor.numpy() == 7).all()
 
@@ -209,9 +214,9 @@ def test_a_write_while_a_gather_is_under_way_is_kept(write: str) -> None:
 def test_a_write_reaches_a_shard_with_storage_of_its_own(write: str) -> None:
     rig = _after_step(reshard_after_step=True)
     with pytest.raises(StateError, match="full_parameters"), paddle.no_grad():
-        _WRITES[write](rig.model.parameters()[1])
+        _WRITES[write](_weight(rig))
     with full_parameters(rig.model), paddle.no_grad():
-        _WRITES[write](rig.model.parameters()[1])
+        _WRITES[write](_weight(rig))
     assert (rig.optimizer.param2bucket["a.weight"][0].slices[0].tensor.numpy() == 7).all()
     with full_parameters(rig.model):
         assert (rig.model.a.weight.numpy() == 7).all()
@@ -220,14 +225,14 @@ def test_a_write_reaches_a_shard_with_storage_of_its_own(write: str) -> None:
 @pytest.mark.parametrize("reshard", [False, True])
 def test_a_write_that_passes_every_guard_is_not_lost_in_silence(reshard: bool) -> None:
     rig = _after_step(reshard_after_step=reshard)
-    paddle.assign(paddle.full([3, 3], 7.0), rig.model.parameters()[1])
+    paddle.assign(paddle.full([3, 3], 7.0), _weight(rig))
     with pytest.raises(StateError, match="'linear_[0-9]+.w_0' was written by a function that cannot be guarded"):
         rig.model(X)
 
 
 def test_other_storage_given_to_a_parameter_is_found_at_the_next_step() -> None:
     rig = _after_step()
-    rig.model.parameters()[1].data = paddle.full([3, 3], 7.0)
+    _weight(rig).data = paddle.full([3, 3], 7.0)
     rig.model(X).sum().backward()
     with pytest.raises(LayoutError, match="no longer shares the bucket's storage"):
         rig.optimizer.step()
@@ -273,7 +278,7 @@ def test_metadata_never_waits_and_never_raises(read: str, reshard: bool) -> None
     rig = _after_step(reshard_after_step=reshard)
     before, status = len(rig.log), _a_status(rig)
     assert status is (Status.SHARDED if reshard else Status.SYNCING)
-    assert _METADATA[read](rig.model.parameters()[1]) == _METADATA[read](_Net().a.weight)
+    assert _METADATA[read](_weight(rig)) == _METADATA[read](_Net().a.weight)
     assert (len(rig.log), _a_status(rig)) == (before, status)
 
 
@@ -316,7 +321,8 @@ def test_a_guarded_parameter_is_the_same_object() -> None:
 
 def test_reads_and_writes_are_told_apart() -> None:
     layer, keeper = _guarded()
-    weight = layer.parameters()[0]
+    weight = layer.weight
+    keeper.told.clear()
     weight.numpy()
     assert set(keeper.told) == {"read"}
     weight.set_value(np.zeros([2, 2], "float32"))
@@ -331,14 +337,32 @@ def test_the_keeper_is_told_before_the_read_happens() -> None:
         assert (weight.numpy() == 3).all()
 
 
-def test_each_lookup_of_a_layer_is_told_but_not_an_iteration() -> None:
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda layer: layer.weight,
+        lambda layer: layer._parameters["weight"],
+        lambda layer: layer._parameters.get("weight"),
+        lambda layer: layer.parameters()[0],
+        lambda layer: list(layer._parameters.values())[0],
+        lambda layer: dict(layer.named_parameters())["weight"],
+    ],
+)
+def test_however_a_layer_looks_a_parameter_up_it_is_told(look: Callable[[nn.Layer], Any]) -> None:
     layer, keeper = _guarded()
-    assert isinstance(layer._parameters, GuardedParameters)
+    weight = OrderedDict.__getitem__(layer._parameters, "weight")
     assert list(layer._parameters) == ["weight", "bias"]
-    assert len(layer.parameters()) == 2
+    assert layer._parameters.get("absent") is None
     assert keeper.told == []
-    _ = layer.weight
-    assert keeper.told == ["looked up"]
+    assert look(layer) is weight
+    assert set(keeper.told) == {"looked up"}
+
+
+def test_loops_over_a_parameter_list_are_told() -> None:
+    listed, keeper = nn.ParameterList([paddle.create_parameter([2], "float32") for _ in range(3)]), _Keeper()
+    guard_layers(listed, keeper)
+    assert len(list(listed)) == 3
+    assert len(keeper.told) >= 3
 
 
 def test_a_parameter_that_is_none_is_not_told() -> None:
@@ -351,9 +375,10 @@ def test_a_parameter_that_is_none_is_not_told() -> None:
 def test_copies_and_pickles_are_free_of_the_guard() -> None:
     layer, keeper = _guarded()
     copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
+    expected = layer.weight.numpy()
     keeper.told.clear()
     for other in copies:
-        assert np.array_equal(other.weight.numpy(), EagerParamBase.numpy(layer.parameters()[0]))
+        assert np.array_equal(other.weight.numpy(), expected)
         other(paddle.ones([1, 2])).sum().backward()
         other.weight.set_value(np.zeros([2, 2], "float32"))
     assert keeper.told == []

@@ -2,115 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import paddle
 import pytest
 
-from hp_sharding.arena import GradientArena
-from hp_sharding.buffer import BufferPlace, FusedCommBuffer
 from hp_sharding.comm import Work
-from hp_sharding.errors import StateError
-from hp_sharding.facts import Agreement, Facts, publish
-from hp_sharding.layout import BucketRules, ParamSpec, plan_buckets
-from hp_sharding.reduction import PUBLISH_ALWAYS_ROUNDS, PUBLISH_EVERY_ROUNDS, ReduceLanes, Reducer, ReduceRules
-from hp_sharding.timeline import Timeline
-from tests.fakes import Event, PoisoningPool, WaitingLane
-
-NUMEL = 200
-"""Elements of every parameter: no multiple of the alignment."""
-
-
-class _Pipeline:
-    """Buckets ``b0``, ``b1`` ... of two parameters each, their reducer, and what stands in for autograd."""
-
-    def __init__(
-        self,
-        n_buckets: int = 3,
-        *,
-        stage: int = 2,
-        overlap: bool = True,
-        tied: Sequence[int] = (),
-        nranks: int = 1,
-        rank: int = 0,
-    ) -> None:
-        self.log: list[Event] = []
-        self.pool = PoisoningPool()
-        self.reduce = WaitingLane("reduce", nranks=nranks, rank=rank, log=self.log)
-        self.agree = WaitingLane("gather", nranks=nranks, rank=rank, log=self.log)
-        self.params = [paddle.create_parameter([NUMEL], "float32") for _ in range(2 * n_buckets)]
-        self.stage = stage
-        self.buffers = self._buffers(n_buckets, nranks, rank)
-        self.arena = GradientArena([buffer.layout for buffer in self.buffers], nranks)
-        self.reducer = Reducer(
-            self.buffers,
-            self.arena,
-            lanes=ReduceLanes(self.reduce, self.agree),
-            rules=ReduceRules(overlap, stage == 1, frozenset(tied)),
-            timeline=Timeline(False),
-        )
-
-    def _buffers(self, n_buckets: int, nranks: int, rank: int) -> list[FusedCommBuffer]:
-        specs = [ParamSpec(f"p{i}", NUMEL, "float32", 4, i // 2, False) for i in range(len(self.params))]
-        names = [f"b{i}" for i in range(n_buckets)]
-        place = BufferPlace(rank, self.agree, self.pool, True)
-        return [
-            FusedCommBuffer(layout, [self.params[slot.param] for slot in layout.slots], place)
-            for layout in plan_buckets(specs, names, BucketRules(nranks, 10**9, True, False))
-        ]
-
-    def gradient(self, bucket: int, index: int, value: float) -> None:
-        """Autograd's part: a new gradient, or one added in place to what is there; then the hook."""
-        param = self.buffers[bucket].params[index]
-        if param.grad is None:
-            param.grad = paddle.full([NUMEL], value)
-        else:
-            param.grad.add_(paddle.full([NUMEL], value))
-        self.reducer.take_gradient(bucket, index)
-
-    def fill(self, bucket: int, value: float) -> None:
-        """Both gradients of a bucket."""
-        self.gradient(bucket, 1, value)
-        self.gradient(bucket, 0, value)
-
-    def backward(self, values: dict[int, float]) -> None:
-        """A whole backward in which buckets fill up in the order of ``values``."""
-        self.reducer.arm()
-        self.reducer.begin_backward()
-        for bucket, value in values.items():
-            self.fill(bucket, value)
-        self.reducer.end_backward()
-
-    def reduced(self) -> list[str]:
-        """Labels of the reductions so far, such as ``"2, backward 0"``."""
-        return [label.partition(":")[0] + "," + label.partition(",")[2] for label in self.reduce.labels("reduce_scatter")]
-
-    def order(self) -> list[int]:
-        """Numbers of the buckets reduced so far."""
-        return [int(label.partition(",")[0]) for label in self.reduced()]
-
-    def sums(self, bucket: int) -> list[float]:
-        """After a step's waits: the one value that each parameter of the bucket has all over in the arena."""
-        if self.reducer.settle():
-            pass  # an order to publish: step() does that
-        self.reducer.wait(bucket)
-        found = []
-        for slot in self.buffers[bucket].layout.slots:
-            part = self.arena.slice(bucket)._slice(slot.offset_numel, slot.end_numel).numpy()
-            assert np.unique(part).size == 1 or np.isnan(part).all()
-            found.append(float(part[0]))
-        for start, end in self.buffers[bucket].layout.gaps():
-            assert (self.arena.slice(bucket)._slice(start, end).numpy() == 0).all(), "padding is not zero"
-        return found
-
+from hp_sharding.reduction import PUBLISH_ALWAYS_ROUNDS, PUBLISH_EVERY_ROUNDS
+from tests.pipeline import NUMEL, Pipeline
 
 # -- when a bucket is launched -----------------------------------------------------------------------------------------
 
 
 def test_a_bucket_is_launched_with_its_last_gradient() -> None:
-    pipe = _Pipeline()
+    pipe = Pipeline()
     pipe.reducer.arm()
     pipe.reducer.begin_backward()
     pipe.gradient(2, 0, 1.0)
@@ -124,7 +29,7 @@ def test_a_bucket_is_launched_with_its_last_gradient() -> None:
 
 
 def test_without_overlap_all_wait_for_the_end() -> None:
-    pipe = _Pipeline(overlap=False)
+    pipe = Pipeline(overlap=False)
     pipe.reducer.arm()
     pipe.reducer.begin_backward()
     for bucket in (2, 1, 0):
@@ -135,7 +40,7 @@ def test_without_overlap_all_wait_for_the_end() -> None:
 
 
 def test_buckets_that_fill_up_out_of_order_are_launched_in_order() -> None:
-    pipe = _Pipeline(4)
+    pipe = Pipeline(4)
     pipe.reducer.begin_backward()
     for bucket, launched in [(0, []), (2, []), (3, [3, 2]), (1, [3, 2, 1, 0])]:
         pipe.fill(bucket, 1.0)
@@ -143,7 +48,7 @@ def test_buckets_that_fill_up_out_of_order_are_launched_in_order() -> None:
 
 
 def test_a_bucket_held_back_waits_for_the_end_and_so_do_those_behind_it() -> None:
-    pipe = _Pipeline(4)
+    pipe = Pipeline(4)
     pipe.reducer.arm()
     pipe.reducer.hold_back(2)
     pipe.reducer.begin_backward()
@@ -156,7 +61,7 @@ def test_a_bucket_held_back_waits_for_the_end_and_so_do_those_behind_it() -> Non
 
 
 def test_a_bucket_is_held_back_for_one_backward_only() -> None:
-    pipe = _Pipeline(2)
+    pipe = Pipeline(2)
     pipe.reducer.hold_back(1)
     pipe.backward({1: 1.0, 0: 1.0})
     pipe.reducer.begin_backward()
@@ -165,7 +70,7 @@ def test_a_bucket_is_held_back_for_one_backward_only() -> None:
 
 
 def test_tied_buckets_stand_last_and_always_wait_for_the_end() -> None:
-    pipe = _Pipeline(3, tied=[2])
+    pipe = Pipeline(3, tied=[2])
     assert pipe.reducer.order == [1, 0, 2]
     for _ in range(2):
         before = len(pipe.order())
@@ -180,7 +85,7 @@ def test_tied_buckets_stand_last_and_always_wait_for_the_end() -> None:
 
 def test_buckets_without_gradients_are_reduced_all_the_same() -> None:
     """Another rank may have gradients for them."""
-    pipe = _Pipeline(3)
+    pipe = Pipeline(3)
     pipe.backward({1: 5.0})
     assert pipe.order() == [2, 1, 0]
     assert [pipe.sums(bucket) for bucket in range(3)] == [[0, 0], [5, 5], [0, 0]]
@@ -188,7 +93,7 @@ def test_buckets_without_gradients_are_reduced_all_the_same() -> None:
 
 
 def test_a_parameter_without_a_gradient_is_zero_and_not_used() -> None:
-    pipe = _Pipeline(1)
+    pipe = Pipeline(1)
     pipe.reducer.begin_backward()
     pipe.gradient(0, 1, 3.0)
     assert pipe.order() == []
@@ -198,7 +103,7 @@ def test_a_parameter_without_a_gradient_is_zero_and_not_used() -> None:
 
 
 def test_frozen_buckets_take_no_part() -> None:
-    pipe = _Pipeline(2)
+    pipe = Pipeline(2)
     for param in pipe.buffers[1].params:
         param.stop_gradient = True
     pipe.backward({0: 1.0})
@@ -210,7 +115,7 @@ def test_frozen_buckets_take_no_part() -> None:
 
 
 def test_a_backward_of_something_else_sends_nothing() -> None:
-    pipe = _Pipeline()
+    pipe = Pipeline()
     pipe.reducer.begin_backward()
     pipe.reducer.end_backward()
     assert pipe.log == []
@@ -224,7 +129,7 @@ def test_a_backward_of_something_else_sends_nothing() -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_the_arena_holds_this_ranks_shard_of_the_sum(nranks: int, stage: int) -> None:
     rank = nranks // 2
-    pipe = _Pipeline(2, stage=stage, nranks=nranks, rank=rank)
+    pipe = Pipeline(2, stage=stage, nranks=nranks, rank=rank)
     pipe.backward({1: 2.0, 0: 4.0})
     pipe.reducer.settle()
     for bucket, value in [(1, 2.0), (0, 4.0)]:
@@ -242,7 +147,7 @@ def test_the_arena_holds_this_ranks_shard_of_the_sum(nranks: int, stage: int) ->
 
 def test_a_sum_that_nobody_waited_for_is_not_there() -> None:
     """What makes the other tests able to fail."""
-    pipe = _Pipeline(1)
+    pipe = Pipeline(1)
     pipe.backward({0: 1.0})
     assert np.isnan(pipe.arena.slice(0).numpy()).all()
     assert not pipe.reducer.is_reduced(0)
@@ -253,7 +158,7 @@ def test_a_sum_that_nobody_waited_for_is_not_there() -> None:
 
 
 def test_ten_buckets_never_hold_more_than_two_full_gradients() -> None:
-    pipe = _Pipeline(10)
+    pipe = Pipeline(10)
     pipe.pool.allocated_bytes = 0
     bucket_bytes = pipe.buffers[0].layout.nbytes
     for _ in range(3):
@@ -267,7 +172,7 @@ def test_ten_buckets_never_hold_more_than_two_full_gradients() -> None:
 
 def test_gradients_that_fill_up_at_once_are_not_waited_for() -> None:
     """Out of order, three buckets fill at a time: nothing is under way whose end would give one of them back."""
-    pipe = _Pipeline(4)
+    pipe = Pipeline(4)
     pipe.reducer.begin_backward()
     for bucket in (0, 1, 2):
         pipe.fill(bucket, 1.0)
@@ -278,7 +183,7 @@ def test_gradients_that_fill_up_at_once_are_not_waited_for() -> None:
 
 
 def test_in_stage_1_the_full_gradient_stays_where_users_look() -> None:
-    pipe = _Pipeline(2, stage=1)
+    pipe = Pipeline(2, stage=1)
     pipe.backward({1: 2.0, 0: 3.0})
     assert [(param.grad.numpy() == value).all() for param, value in zip(pipe.params, [3, 3, 2, 2], strict=True)]
     address = pipe.params[0].grad.data_ptr()
@@ -290,7 +195,7 @@ def test_in_stage_1_the_full_gradient_stays_where_users_look() -> None:
 
 
 def test_in_stage_2_no_gradient_stays() -> None:
-    pipe = _Pipeline(2)
+    pipe = Pipeline(2)
     pipe.backward({1: 2.0, 0: 3.0})
     assert all(param.grad is None for param in pipe.params)
     assert all(buffer.gradient.full is None for buffer in pipe.buffers)
@@ -301,7 +206,7 @@ def test_in_stage_2_no_gradient_stays() -> None:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_later_backward_adds_to_the_sum(stage: int) -> None:
-    pipe = _Pipeline(2, stage=stage)
+    pipe = Pipeline(2, stage=stage)
     pipe.backward({1: 1.0, 0: 2.0})
     pipe.backward({1: 10.0, 0: 20.0})
     pipe.backward({1: 100.0})
@@ -314,7 +219,7 @@ def test_a_later_backward_adds_to_the_sum(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_without_sync_nothing_is_sent_and_the_sum_goes_once(stage: int) -> None:
-    pipe = _Pipeline(2, stage=stage)
+    pipe = Pipeline(2, stage=stage)
     pipe.reducer.sync = False
     pipe.backward({1: 1.0, 0: 2.0})
     pipe.backward({1: 10.0})
@@ -326,7 +231,7 @@ def test_without_sync_nothing_is_sent_and_the_sum_goes_once(stage: int) -> None:
 
 
 def test_without_sync_all_full_gradients_stay() -> None:
-    pipe = _Pipeline(5)
+    pipe = Pipeline(5)
     pipe.reducer.sync = False
     pipe.backward(dict.fromkeys(reversed(range(5)), 1.0))
     assert all(buffer.gradient.full is not None for buffer in pipe.buffers)
@@ -334,7 +239,7 @@ def test_without_sync_all_full_gradients_stay() -> None:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_leftovers_are_reduced_once_when_step_asks(stage: int) -> None:
-    pipe = _Pipeline(2, stage=stage)
+    pipe = Pipeline(2, stage=stage)
     pipe.reducer.reduce_leftovers()
     assert pipe.log == []
     pipe.reducer.sync = False
@@ -348,7 +253,7 @@ def test_leftovers_are_reduced_once_when_step_asks(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_an_average_is_undone_before_more_is_added(stage: int) -> None:
-    pipe = _Pipeline(1, stage=stage, nranks=2)
+    pipe = Pipeline(1, stage=stage, nranks=2)
     pipe.backward({0: 1.0})
     pipe.reducer.wait(0)
     pipe.arena.average([0])
@@ -363,7 +268,7 @@ def test_an_average_is_undone_before_more_is_added(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_gradient_after_the_launch_is_reduced_once_more(stage: int) -> None:
-    pipe = _Pipeline(2, stage=stage)
+    pipe = Pipeline(2, stage=stage)
     # In stage 1 autograd adds in place to what is being read. That sum is worth nothing, and the second replaces it.
     pipe.reduce.checks_inputs = stage == 2
     pipe.reducer.begin_backward()
@@ -379,7 +284,7 @@ def test_a_gradient_after_the_launch_is_reduced_once_more(stage: int) -> None:
 
 
 def test_from_then_on_such_a_bucket_waits_for_the_end() -> None:
-    pipe = _Pipeline(2)
+    pipe = Pipeline(2)
     pipe.reducer.begin_backward()
     pipe.fill(1, 1.0)
     pipe.gradient(1, 0, 10.0)
@@ -398,7 +303,7 @@ def test_from_then_on_such_a_bucket_waits_for_the_end() -> None:
 
 
 def test_a_gradient_that_comes_twice_before_the_launch_is_added_up() -> None:
-    pipe = _Pipeline(1)
+    pipe = Pipeline(1)
     pipe.reducer.begin_backward()
     pipe.gradient(0, 0, 1.0)
     pipe.gradient(0, 0, 10.0)
@@ -408,32 +313,11 @@ def test_a_gradient_that_comes_twice_before_the_launch_is_added_up() -> None:
     assert pipe.sums(0) == [11, 5]
 
 
-def test_a_repeat_on_another_rank_is_reduced_here_too() -> None:
-    pipe = _Pipeline(2)
-    pipe.backward({1: 1.0, 0: 2.0})
-    _peers_say(pipe, repeats={0})
-    pipe.reducer.settle()
-    assert pipe.order() == [1, 0, 0]
-    assert (pipe.sums(1), pipe.sums(0)) == ([1, 1], [2, 2])
-
-
-def _peers_say(pipe: _Pipeline, *, repeats: Sequence[int] | set[int] = (), used: Sequence[int] = (), failed: bool = False) -> None:
-    """Adds another rank's facts to the agreement under way; ``used`` counts parameters over all buckets."""
-    agreement = pipe.reducer._agreements[-1]
-    agreement.work.wait()
-    n_buckets = len(pipe.buffers)
-    theirs = np.zeros(2 + n_buckets + len(pipe.params), "int32")
-    theirs[1] = failed
-    theirs[[2 + bucket for bucket in repeats]] = 1
-    theirs[[2 + n_buckets + index for index in used]] = 1
-    agreement._counts.add_(paddle.to_tensor(theirs))
-
-
 # -- orders ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_order_in_which_buckets_fill_up_is_learned_and_adopted() -> None:
-    pipe = _Pipeline(4)
+    pipe = Pipeline(4)
     pipe.backward({1: 1.0, 3: 1.0, 0: 1.0})
     assert pipe.reducer.learned_order == [1, 3, 0, 2]
     assert pipe.reducer.order == [3, 2, 1, 0], "not before it is agreed"
@@ -451,14 +335,14 @@ def test_the_order_in_which_buckets_fill_up_is_learned_and_adopted() -> None:
 
 def test_only_rank_0_publishes() -> None:
     for rank, wants in [(0, True), (1, False)]:
-        pipe = _Pipeline(2, nranks=2, rank=rank)
+        pipe = Pipeline(2, nranks=2, rank=rank)
         pipe.backward({0: 1.0, 1: 1.0})
         assert pipe.reducer.learned_order == [0, 1]
         assert pipe.reducer.settle() is wants
 
 
 def test_an_order_that_stays_is_not_published() -> None:
-    pipe = _Pipeline(2)
+    pipe = Pipeline(2)
     pipe.backward({1: 1.0, 0: 1.0})
     assert pipe.reducer.settle() is False
     pipe.reducer.gather_order_changed = True
@@ -467,7 +351,7 @@ def test_an_order_that_stays_is_not_published() -> None:
 
 
 def test_an_order_that_changes_all_the_time_is_published_now_and_then() -> None:
-    pipe = _Pipeline(2)
+    pipe = Pipeline(2)
     published = []
     for number in range(PUBLISH_EVERY_ROUNDS + 2):
         pipe.backward({0: 1.0, 1: 1.0})
@@ -477,60 +361,15 @@ def test_an_order_that_changes_all_the_time_is_published_now_and_then() -> None:
     assert published == [*range(PUBLISH_ALWAYS_ROUNDS), PUBLISH_EVERY_ROUNDS]
 
 
-def test_publish_gives_rank_0s_orders() -> None:
-    lane = WaitingLane("gather")
-    assert publish([[2, 0, 1], [1, 2, 0]], lane) == [[2, 0, 1], [1, 2, 0]]
-    assert lane.labels("broadcast") == ["bucket order"]
-    assert lane.n_pending == 0
-
-
-# -- what the ranks agree on -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("nranks", [1, 3])
-def test_facts_survive_the_agreement(nranks: int) -> None:
-    facts = Facts(True, False, [False, True, False], [True, False, False, True])
-    agreement = Agreement(facts, WaitingLane("gather", nranks=nranks), label="x")
-    agreement.work.wait()
-    assert agreement.result() == facts
-    assert all(type(value) is bool for value in [agreement.result().new_order, *agreement.result().used])
-
-
-def test_what_another_rank_used_counts_as_used() -> None:
-    pipe = _Pipeline(2)
-    pipe.backward({0: 1.0})
-    _peers_say(pipe, used=[3])
-    pipe.reducer.settle()
-    assert pipe.reducer.used == [[True, True], [False, True]]
-
-
-def test_the_agreement_of_each_backward_is_read_once() -> None:
-    pipe = _Pipeline(1)
-    pipe.backward({0: 1.0})
-    pipe.backward({0: 1.0})
-    pipe.reducer.settle()
-    pipe.reducer.settle()
-    assert pipe.agree.labels("all_reduce") == ["agreement, backward 0", "agreement, backward 1"]
-    assert pipe.agree.n_pending == 0
-
-
 # -- failures --------------------------------------------------------------------------------------------------------
-
-
-def _abort(pipe: _Pipeline, filled: Sequence[int]) -> None:
-    pipe.reducer.arm()
-    pipe.reducer.begin_backward()
-    for bucket in filled:
-        pipe.fill(bucket, 7.0)
-    pipe.reducer.abort_backward()
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("filled", [[], [2], [2, 1], [0], [2, 1, 0]])
 def test_clear_completes_the_round_of_a_failed_backward(stage: int, filled: list[int]) -> None:
     """Ranks on which the same backward went well have reduced every bucket once, and so must this one."""
-    pipe = _Pipeline(3, stage=stage)
-    _abort(pipe, filled)
+    pipe = Pipeline(3, stage=stage)
+    pipe.abort(filled)
     pipe.reducer.clear(set_to_zero=True)
     assert pipe.order() == [2, 1, 0]
     assert len(pipe.agree.labels("all_reduce")) == 1
@@ -541,24 +380,8 @@ def test_clear_completes_the_round_of_a_failed_backward(stage: int, filled: list
     assert [pipe.sums(bucket) for bucket in (2, 1, 0)] == [[1, 1], [2, 2], [3, 3]]
 
 
-def test_a_failed_backward_is_refused_by_step_here_and_on_other_ranks() -> None:
-    pipe = _Pipeline(1)
-    _abort(pipe, [0])
-    pipe.reducer.finish_round()
-    with pytest.raises(StateError, match=r"rank 0: the backward failed on some rank.*clear_grad\(\) on every rank"):
-        pipe.reducer.settle()
-    other = _Pipeline(1)
-    other.backward({0: 1.0})
-    _peers_say(other, failed=True)
-    with pytest.raises(StateError, match="failed on some rank"):
-        other.reducer.settle()
-    other.reducer.clear(set_to_zero=True)
-    other.backward({0: 4.0})
-    assert other.sums(0) == [4, 4]
-
-
 def test_a_failed_backward_of_something_else_is_not_ours() -> None:
-    pipe = _Pipeline(1)
+    pipe = Pipeline(1)
     pipe.reducer.begin_backward()
     pipe.reducer.abort_backward()
     pipe.reducer.clear(set_to_zero=True)
@@ -566,9 +389,9 @@ def test_a_failed_backward_of_something_else_is_not_ours() -> None:
 
 
 def test_a_failure_without_sync_sends_nothing() -> None:
-    pipe = _Pipeline(2)
+    pipe = Pipeline(2)
     pipe.reducer.sync = False
-    _abort(pipe, [1])
+    pipe.abort([1])
     pipe.reducer.sync = True
     pipe.reducer.clear(set_to_zero=True)
     assert pipe.log == []
@@ -578,21 +401,21 @@ def test_a_failure_without_sync_sends_nothing() -> None:
 
 @pytest.mark.parametrize("set_to_zero", [True, False])
 def test_clear_forgets_who_was_used_as_paddle_does(set_to_zero: bool) -> None:
-    pipe = _Pipeline(1)
+    pipe = Pipeline(1)
     pipe.backward({0: 1.0})
     pipe.reducer.clear(set_to_zero)
     assert pipe.reducer.used == [[set_to_zero, set_to_zero]]
 
 
 def test_clear_waits_for_what_is_under_way() -> None:
-    pipe = _Pipeline(2)
+    pipe = Pipeline(2)
     pipe.backward({1: 1.0, 0: 1.0})
     pipe.reducer.clear(set_to_zero=True)
     assert (pipe.reduce.n_pending, pipe.agree.n_pending) == (0, 0)
 
 
 def test_clear_without_sync_gives_the_gradients_up() -> None:
-    pipe = _Pipeline(2)
+    pipe = Pipeline(2)
     pipe.reducer.sync = False
     pipe.backward({1: 1.0, 0: 1.0})
     pipe.reducer.clear(set_to_zero=True)
@@ -604,7 +427,7 @@ def test_clear_without_sync_gives_the_gradients_up() -> None:
 
 
 def test_a_work_under_way_is_a_work_of_the_interface() -> None:
-    pipe = _Pipeline(1)
+    pipe = Pipeline(1)
     pipe.backward({0: 1.0})
     work: Any = pipe.reducer._works[0]
     assert isinstance(work, Work)

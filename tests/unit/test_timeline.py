@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import paddle
 import pytest
@@ -202,12 +201,10 @@ def test_a_training_run_is_covered(settings: dict[str, bool]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     sgd = paddle.optimizer.SGD(0.1, parameters=model.parameters(), grad_clip=nn.ClipGradByGlobalNorm(1.0))
     rig = wrap(model, sgd, timeline=True, comm_fusion=False, **settings)
-    lines: list[Callable[[], object]] = []
     for _ in range(4):
         model(paddle.ones([2, 4])).sum().backward()
         rig.optimizer.step()
         rig.optimizer.clear_grad()
-        lines.append(lambda: None)
     line = rig.optimizer.timeline
     assert len(line.steps) == 3
     for step in line.steps:

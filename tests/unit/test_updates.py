@@ -141,7 +141,12 @@ def _two_groups(model: nn.Layer) -> Any:
     """Another learning rate, decay and clip for the second layer."""
     groups = [
         {"params": model[0].parameters()},
-        {"params": model[1].parameters(), "learning_rate": 0.1, "weight_decay": 0.5, "grad_clip": nn.ClipGradByValue(0.3)},
+        {
+            "params": model[1].parameters(),
+            "learning_rate": 0.1,
+            "weight_decay": 0.5,
+            "grad_clip": nn.ClipGradByValue(0.3),
+        },
     ]
     return paddle.optimizer.AdamW(0.1, parameters=groups, weight_decay=0.01)
 
@@ -192,7 +197,12 @@ def test_only_used_parameters_that_train_are_updated() -> None:
         rank.updates.apply(0, [True, False])
         rank.updates.apply(1, [True, True])
     after = _together([rank])
-    assert [np.array_equal(before[name], after[name]) for name in ("p0", "p1", "p2", "p3")] == [False, True, True, False]
+    assert [np.array_equal(before[name], after[name]) for name in ("p0", "p1", "p2", "p3")] == [
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_a_bucket_is_due_where_a_parameter_that_trains_was_used() -> None:

@@ -1,0 +1,155 @@
+"""Recompute in both its forms: forwards run again inside the backward, and gradients come in twice."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+import pytest
+from paddle import nn
+from paddle.distributed.fleet.utils import recompute
+
+from tests import harness, reference
+from tests.lanes import Call
+from tests.models import SEED, loss_of, make_batch, make_model, make_optimizer
+from tests.reference import Values, assert_equal
+from tests.sides import BOTH, SETTINGS, SMALL_MB, Factory, compare
+from tests.training import Case, RankRun, train_all
+
+FORMS = [True, False]
+SIZE = 16
+
+
+def _cases(steps: int) -> list[Case]:
+    settings = [{"stage": 1, **BOTH}, {"stage": 2, **BOTH}, {"stage": 2, **BOTH, "reshard_after_step": True}]
+    names = ["gpt", "gpt_recompute_reentrant", "gpt_recompute"]
+    return [Case(name, "AdamW", chosen, steps=steps) for chosen in settings for name in names]
+
+
+def test_recompute_changes_no_bit() -> None:
+    """Three consecutive units are recomputed, one of which is used again outside."""
+    cases = _cases(6)
+    expected = reference.train("gpt", "AdamW", 2, 6)
+    for rank, runs in enumerate(harness.run(train_all, 2, cases)):
+        for case, run in zip(cases, runs, strict=True):
+            assert run.losses == [losses[rank] for losses in expected.losses], str(case)
+            assert_equal(run.params, expected.params, str(case))
+        for plain, *recomputed in zip(*[iter(runs)] * 3, strict=True):
+            assert all(_sent(run) == _sent(plain) for run in recomputed), "recompute sends more, or in another order"
+
+
+def _sent(run: RankRun) -> list[Call]:
+    """What came of each step but the first ones, in which the orders are learned."""
+    return [call for call in run.calls if "backward" not in call.label][20:]
+
+
+class _Shared(nn.Layer):
+    """One layer inside two recomputed blocks, and one parameter that both use besides."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.shared = nn.Linear(SIZE, SIZE)
+        self.scale = self.create_parameter([SIZE], default_initializer=nn.initializer.Constant(1.0))
+        self.blocks = nn.LayerList([nn.Linear(SIZE, SIZE) for _ in range(4)])
+        self.reentrant = reentrant
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        x = self.blocks[0](x)
+        for index in (1, 2, 3):
+            x = x + self._run(self._block, x, index)
+        return x
+
+    def _block(self, x: paddle.Tensor, index: int) -> paddle.Tensor:
+        x = F.gelu(self.blocks[index](x))
+        return self.shared(x) * self.scale if index != 2 else x
+
+    def _run(self, function: Any, *args: Any) -> paddle.Tensor:
+        return function(*args) if self.reentrant is None else recompute(function, *args, use_reentrant=self.reentrant)
+
+
+def _train_shared(new: Factory, form: bool) -> dict[str, Values]:
+    side = new(lambda: _Shared(form), lambda model: make_optimizer("Momentum", model))
+    for step in range(6):
+        side.backward(lambda rank, step=step: side.model(_noise(step, rank)).square().mean())
+        if step % 2:
+            side.step()
+            side.clear_grad()
+    return {"end": side.values()}
+
+
+def _noise(step: int, rank: int) -> paddle.Tensor:
+    return paddle.to_tensor(np.random.default_rng([SEED, step, rank]).standard_normal([3, SIZE], dtype=np.float32))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_parameter_in_two_recomputed_blocks(form: bool) -> None:
+    """Its gradient comes in twice in one backward; where that is known too late, the sum is formed in two parts."""
+    harness.run(compare, 2, _train_shared, SETTINGS, 1e-6, form)
+
+
+class _Nested(nn.Layer):
+    """Recompute inside recompute (Paddle can that in one form only), dropout, a branch that depends on the rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LayerList([nn.Linear(SIZE, SIZE) for _ in range(4)])
+
+    def forward(self, x: paddle.Tensor, branch: int) -> paddle.Tensor:
+        return recompute(self._outer, x, branch, use_reentrant=True)
+
+    def _outer(self, x: paddle.Tensor, branch: int) -> paddle.Tensor:
+        x = self.layers[0](x)
+        x = recompute(self._inner, x, branch, use_reentrant=True)
+        return self.layers[3](x)
+
+    def _inner(self, x: paddle.Tensor, branch: int) -> paddle.Tensor:
+        return F.dropout(F.gelu(self.layers[branch](x)), 0.25)
+
+
+def _train_nested(new: Factory) -> dict[str, Values]:
+    side = new(_Nested, lambda model: make_optimizer("Momentum", model))
+    for step in range(5):
+
+        def loss(rank: int, step: int = step) -> paddle.Tensor:
+            paddle.seed(1000 * step + rank)
+            x = _noise(step, rank)
+            x.stop_gradient = False
+            return side.model(x, 1 + (rank + step) % 2).square().mean()
+
+        side.backward(loss)
+        side.step()
+        side.clear_grad()
+    return {"end": side.values()}
+
+
+def test_recompute_inside_recompute() -> None:
+    harness.run(compare, 2, _train_nested, SETTINGS, 1e-6)
+
+
+def _accumulating(new: Factory, name: str) -> dict[str, Values]:
+    side = new(lambda: make_model(name), lambda model: make_optimizer("SGD", model))
+    for step in range(3):
+        for micro in range(3):
+            with side.no_sync() if micro == 0 else contextlib.nullcontext():
+                side.backward(lambda rank, n=3 * step + micro: loss_of(side.model, make_batch(name, n, rank)))
+        side.step()
+        side.clear_grad()
+    return {"end": side.values()}
+
+
+@pytest.mark.parametrize("name", ["gpt_recompute_reentrant", "gpt_recompute"])
+def test_accumulation_with_recompute(name: str) -> None:
+    chosen = {"stage 1": SETTINGS["stage 1"], "stage 2": SETTINGS["stage 2"]}
+    harness.run(compare, 2, _accumulating, chosen, 1e-6, name)
+
+
+def test_four_ranks() -> None:
+    settings = {"stage": 2, "allgather_overlap": True, "reduce_overlap": True, "comm_buffer_size_MB": 8 * SMALL_MB}
+    cases = [Case(name, "SGD", settings, steps=3) for name in ("gpt", "gpt_recompute_reentrant", "gpt_recompute")]
+    for runs in harness.run(train_all, 4, cases):
+        for run in runs[1:]:
+            assert run.losses == runs[0].losses
+            assert_equal(run.params, runs[0].params)
