@@ -13,7 +13,7 @@ import threading
 import weakref
 from typing import Any, Protocol
 
-from paddle.base import core
+from paddle.base import core, framework
 
 
 class BackwardListener(Protocol):
@@ -87,6 +87,8 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
         return _nested(args, kwargs)
     listeners = [listener for reference in list(_listeners.values()) if (listener := reference()) is not None]
     _take_error()
+    tracer = framework._dygraph_tracer()
+    differentiates = tracer._has_grad
     try:
         for listener in listeners:
             listener.begin_backward()
@@ -94,6 +96,8 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
         for listener in listeners:
             listener.end_backward()
     except BaseException as error:
+        # A hook that raises inside a recomputed forward can leave Paddle with gradients switched off, for good.
+        tracer._has_grad = differentiates
         for listener in listeners:
             listener.abort_backward()
         kept = _take_error()

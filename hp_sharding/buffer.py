@@ -133,9 +133,9 @@ class FusedCommBuffer:
         self.status = Status.READY
         if written:
             raise StateError(
-                f"bucket '{self.name}': parameter '{written[0]}' was written by a function that cannot be guarded (such "
-                "as paddle.assign) while its value was away, and what was written is lost. Write with set_value or "
-                "copy_, inside 'with hp_sharding.full_parameters(model):' on every rank"
+                f"bucket '{self.name}': parameter '{written[0]}' was written by a function that cannot be guarded "
+                "(such as paddle.assign) while its value was away, and what was written is lost. Write with set_value "
+                "or copy_, inside 'with hp_sharding.full_parameters(model):' on every rank"
             )
 
     def mark_stale(self) -> None:

@@ -337,11 +337,11 @@ class Reducer:
         self._in_flight.clear()
 
     def _clear_bucket(self, buffer: FusedCommBuffer) -> None:
-        if not self._rules.keeps_gradient:
-            if buffer.gradient.full is not None:
-                self._free(buffer.gradient)
-            return
         for param in buffer.params:
-            # The parameter's own gradient object goes; the storage behind it stays with the bucket.
+            # Stage 1: the parameter's own gradient object goes, the storage behind it stays with the bucket. Stage 2:
+            # there is one only where a user's hook has raised before ours could take it.
             param.clear_gradient(False)
-        buffer.gradient.reset()
+        if self._rules.keeps_gradient:
+            buffer.gradient.reset()
+        elif buffer.gradient.full is not None:
+            self._free(buffer.gradient)

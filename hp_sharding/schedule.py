@@ -66,9 +66,11 @@ class Schedule:
         self.gather_order = list(range(len(buffers)))
         self.learned_gather_order: list[int] | None = None
         self._prefetch = prefetch
+        self._queues_all = self.buffers[0].place.keeps_full
         self._timeline = timeline
         self._places: dict[int, Place] = {}
         self._unit_buckets: list[list[int]] = [[] for _ in plan.units]
+        self._unlooked: list[list[int]] = [[] for _ in plan.units]
         self._to_gather: deque[int] = deque()
         self._under_way = 0
         self._first_uses: list[int] = []
@@ -89,7 +91,12 @@ class Schedule:
     # -- forward -------------------------------------------------------------------------------------------------
 
     def enter_unit(self, unit: int) -> None:
-        """Before a unit's forward: its buckets become READY, and the next gathers start."""
+        """Before a unit's forward: its gathers are under way, and the next ones start.
+
+        Where all gathers are queued at once, a bucket is waited for when a layer looks its first parameter up, which
+        is later and hides more. Parameters that a layer also holds in a list of its own need not be looked up: they are
+        waited for here, and so is everything where gathers run only so far ahead.
+        """
         if unit == ROOT and not backward.in_backward():
             self._close_units()  # a forward that raised has left some open
         if not self._active_total:
@@ -102,7 +109,13 @@ class Schedule:
             self.reducer.arm()
             self._count_entry(unit)
         for bucket in self._unit_buckets[unit]:
-            self._make_ready(bucket, prefetch=self._prefetch)
+            self._start_up_to(bucket, prefetch=self._prefetch)
+        if not self._queues_all:
+            for bucket in self._unit_buckets[unit]:
+                self.finish_gather(bucket)
+        for bucket in self._unlooked[unit]:
+            self._start_up_to(bucket, prefetch=0)
+            self.finish_gather(bucket)
 
     def leave_unit(self, unit: int) -> None:
         """After a unit's forward."""
@@ -118,21 +131,23 @@ class Schedule:
         place = self._places.get(id(param))
         if place is None:
             return
-        if self._active_total and not self._active[place.unit] and not backward.in_backward():
-            # Used by a layer that is not its own: it may get a gradient from several places.
-            self._note_use(place.bucket)
-            self.reducer.hold_back(place.bucket)
+        if self._active_total and not backward.in_backward():
+            if self._trains:
+                self._note_use(place.bucket)
+            if not self._active[place.unit]:
+                # Used by a layer that is not its own: it may get a gradient from several places.
+                self.reducer.hold_back(place.bucket)
         if self.buffers[place.bucket].status is not Status.READY:
             if self._active_total:
-                self._make_ready(place.bucket, prefetch=0)
-            elif self.buffers[place.bucket].status is Status.SYNCING:
-                self._finish(self.buffers[place.bucket])
+                self._start_up_to(place.bucket, prefetch=0)
+            self.finish_gather(place.bucket)
 
     def _count_entry(self, unit: int) -> None:
         self._entries[unit] += 1
-        for bucket in self._unit_buckets[unit]:
+        for bucket in self._unlooked[unit] if self._queues_all else self._unit_buckets[unit]:
             self._note_use(bucket)
-            if self._entries[unit] > 1:
+        if self._entries[unit] > 1:
+            for bucket in self._unit_buckets[unit]:
                 self.reducer.hold_back(bucket)
 
     def _note_use(self, bucket: int) -> None:
@@ -190,7 +205,7 @@ class Schedule:
                 buffer.free()
         self.queue_gathers(self.gather_order)
 
-    def _make_ready(self, bucket: int, *, prefetch: int) -> None:
+    def _start_up_to(self, bucket: int, *, prefetch: int) -> None:
         buffer = self.buffers[bucket]
         if buffer.status is Status.READY:
             return
@@ -200,7 +215,6 @@ class Schedule:
             self._start_next()
         while self._to_gather and self._under_way <= prefetch:
             self._start_next()
-        self._finish(buffer)
 
     def _start_next(self) -> None:
         buffer = self.buffers[self._to_gather.popleft()]
@@ -303,6 +317,11 @@ class Schedule:
                 self._places[id(param)] = Place(buffer.layout.number, index, unit)
                 if buffer.layout.number not in self._unit_buckets[unit]:
                     self._unit_buckets[unit].append(buffer.layout.number)
+
+        for unit, key in plan.captured:
+            place = self._places.get(key)
+            if place is not None and place.bucket not in self._unlooked[unit]:
+                self._unlooked[unit].append(place.bucket)
 
     def _register(self, plan: UnitPlan, params: list[EagerParamBase]) -> None:
         model = plan.units[0].layer

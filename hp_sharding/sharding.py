@@ -65,8 +65,8 @@ def shard(
     config = config if config is not None else ShardingConfig()
     if not isinstance(config, ShardingConfig):
         raise ConfigError(
-            f"config: expected a ShardingConfig, got {type(config).__name__}; ShardingConfig.from_dict() makes one of a "
-            "dict"
+            f"config: expected a ShardingConfig, got {type(config).__name__}. ShardingConfig.from_dict() makes one of "
+            "a dict"
         )
     check_wrap(model, optimizer)
     return shard_over(model, optimizer, config, lanes=open_lanes(model, ranks, timeout_s=config.timeout_s))

@@ -49,10 +49,18 @@ class UnitParam(NamedTuple):
 
 
 class UnitPlan(NamedTuple):
-    """The units of a model in registration order, and its parameters, each once, without running statistics."""
+    """The units of a model in registration order, and its parameters, each once, without running statistics.
+
+    Attributes:
+        units: the root first.
+        params: in the order in which the model holds them.
+        captured: (unit, id of a parameter) for what a layer of the unit also holds in an attribute of its own, such as
+            the list of weights that recurrent layers keep: its forward may read them without looking them up.
+    """
 
     units: list[Unit]
     params: list[UnitParam]
+    captured: list[tuple[int, int]]
 
 
 def find_units(model: nn.Layer, choice: str | Sequence[type]) -> UnitPlan:
@@ -67,19 +75,22 @@ def find_units(model: nn.Layer, choice: str | Sequence[type]) -> UnitPlan:
     layers.update(id(layer) for layer in chosen)
     units: list[Unit] = []
     places: list[tuple[str, EagerParamBase, int]] = []
-    _collect(model, "", None, _Found(layers, units, places))
+    captured: list[tuple[int, int]] = []
+    _collect(model, "", None, _Found(layers, units, places, captured))
     holders: dict[int, int] = {}
     for _, param, _ in places:
         holders[id(param)] = holders.get(id(param), 0) + 1
     first = {id(param): (name, param, unit) for name, param, unit in reversed(places)}
     ordered = [first[key] for key in holders]
-    return UnitPlan(units, [UnitParam(name, param, unit, holders[id(param)] > 1) for name, param, unit in ordered])
+    params = [UnitParam(name, param, unit, holders[id(param)] > 1) for name, param, unit in ordered]
+    return UnitPlan(units, params, captured)
 
 
 class _Found(NamedTuple):
     layers: set[int]
     units: list[Unit]
     places: list[tuple[str, EagerParamBase, int]]
+    captured: list[tuple[int, int]]
 
 
 def _collect(layer: nn.Layer, prefix: str, unit: int | None, found: _Found) -> None:
@@ -91,8 +102,18 @@ def _collect(layer: nn.Layer, prefix: str, unit: int | None, found: _Found) -> N
     for name, param in layer._parameters.items():
         if param is not None and not _is_statistic(layer, name):
             found.places.append((f"{prefix}.{name}" if prefix else name, param, unit))
+    attributes = [value for name, value in vars(layer).items() if name not in ("_parameters", "_buffers")]
+    found.captured.extend((unit, id(param)) for param in _params_within(attributes, depth=3))
     for name, child in layer.named_children():
         _collect(child, f"{prefix}.{name}" if prefix else name, unit, found)
+
+
+def _params_within(value: object, *, depth: int) -> Iterator[EagerParamBase]:
+    if isinstance(value, EagerParamBase):
+        yield value
+    elif depth and isinstance(value, (list, tuple, set, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _params_within(part, depth=depth - 1)
 
 
 def _is_statistic(layer: nn.Layer, name: str) -> bool:

@@ -122,6 +122,7 @@ class GlooCommunicator(Communicator):
         self._links = links
         self._timeout_s = timeout_s
         self._close = close
+        self._is_closed = False
         self._ring = Ring(self.rank, len(ranks), links)
         self._next_sequence = 0
         self._submitting = threading.Lock()
@@ -202,6 +203,7 @@ class GlooCommunicator(Communicator):
 
         Every rank finishes the collectives that one of them has entered; the rest fail.
         """
+        self._is_closed = True
         self._close(self.lane)
 
     def join(self, timeout_s: float) -> bool:
@@ -238,7 +240,7 @@ class GlooCommunicator(Communicator):
             if refusal is not None:
                 work.end(refusal)
                 # A peer that has reached the end of the script sooner is no fault as long as nobody needs the result.
-                if refusal.peer == self._me or self._agreement.broken is not None:
+                if self._is_closed or self._agreement.broken is not None:
                     work.wait()
                 return work
             self._next_sequence += 1

@@ -9,6 +9,7 @@ import paddle
 import pytest
 from paddle import nn
 from paddle.autograd import PyLayer
+from paddle.distributed.fleet.utils import recompute
 
 from hp_sharding import StateError, full_parameters
 from tests import harness
@@ -194,6 +195,45 @@ def test_one_rank_raises_in_its_backward(place: str, nranks: int) -> None:
         for rank, result in enumerate(results):
             assert len(result["kinds"]) == 2
             assert rank == 1 or result["kinds"] == [StateError] * 2
+
+
+class _Repeats(nn.Layer):
+    """One layer, recomputed, and where ``twice`` once more: then its gradient comes in twice in one backward."""
+
+    def __init__(self, bomb: _Bomb) -> None:
+        super().__init__()
+        self.first = nn.Linear(9, 9)
+        self.shared = nn.Linear(9, 9)
+        self.bomb = bomb
+
+    def forward(self, x: paddle.Tensor, twice: bool) -> paddle.Tensor:
+        x = recompute(self.shared, _Trap.apply(self.first(x), self.bomb))
+        return (recompute(self.shared, x) if twice else x).square().mean()
+
+
+def _fails_after_a_repeat(rank: int, nranks: int) -> Values:
+    """The second of two backwards, in which nobody waits for repeats, fails on rank 1 when some have come in."""
+    bomb = _Bomb()
+    model = _Repeats(bomb)
+    model, optimizer, _ = wrap(model, make_optimizer("SGD", model), nranks, stage=2, **BOTH)
+    for step in range(6):
+        batches = [make_batch("mlp", 2 * step + number, rank)[0] for number in (0, 1)]
+        losses = [model(batch, twice=step == 3) for batch in batches]
+        losses[0].backward()
+        bomb.armed = rank == 1 and step == 3
+        try:
+            losses[1].backward()
+            assert any(optimizer._reducer._repeats) == (step == 3)
+            optimizer.step()
+            assert step != 3
+        except (_Planned, SystemError, OSError, StateError):
+            bomb.armed = False
+        optimizer.clear_grad()
+    return _snapshot(model)
+
+
+def test_one_rank_raises_after_a_repeated_gradient() -> None:
+    assert_all_equal(harness.run(_fails_after_a_repeat, 2, timeout_s=60))
 
 
 def _gives_up(rank: int, nranks: int) -> str:

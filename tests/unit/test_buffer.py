@@ -50,7 +50,7 @@ def _pool(buffer: FusedCommBuffer) -> PoisoningPool:
 _REACH: dict[Status, Callable[[FusedCommBuffer], object]] = {
     Status.READY: lambda buffer: None,
     Status.SHARDED: lambda buffer: buffer.mark_stale(),
-    Status.SYNCING: lambda buffer: (buffer.mark_stale(), buffer.start_gather()),
+    Status.SYNCING: lambda buffer: [call() for call in (buffer.mark_stale, buffer.start_gather)],
 }
 _CALLS: dict[str, tuple[Status, Status]] = {
     "start_gather": (Status.SHARDED, Status.SYNCING),
@@ -154,7 +154,8 @@ def test_parameters_are_bound_only_once_the_gather_is_done() -> None:
     buffer = _buffer(params)
     buffer.free()
     work = buffer.start_gather()
-    assert work is buffer.gather_work
+    under_way = buffer.gather_work
+    assert under_way is work
     assert not work.done()
     assert not params[0]._is_initialized()
     assert buffer.full is not None
@@ -256,7 +257,7 @@ def _storage(dtype: str = "float32") -> tuple[GradientStorage, list[EagerParamBa
 
 
 def test_gradients_are_copied_in_and_added_up() -> None:
-    storage, params, layout, _ = _storage()
+    storage, _, layout, _ = _storage()
     storage.alloc()
     gradient = paddle.full([200], 2.0)
     storage.put(1, gradient)
@@ -309,7 +310,7 @@ def test_reset_forgets_gradients_and_free_the_storage_too() -> None:
 
 
 def test_a_collective_keeps_freed_gradients_alive() -> None:
-    storage, _, layout, pool = _storage()
+    storage, _, layout, _ = _storage()
     storage.alloc()
     storage.put(0, paddle.ones([3, 5]))
     storage.fill_missing()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import operator
 import pickle
 import weakref
 from collections import OrderedDict
@@ -21,7 +22,7 @@ from paddle.nn import functional as F
 from hp_sharding import full_parameters
 from hp_sharding.buffer import Status
 from hp_sharding.errors import LayoutError, StateError
-from hp_sharding.guard import GuardedParameter, GuardedParameters, guard_layers, guard_params
+from hp_sharding.guard import GuardedParameter, guard_layers, guard_params
 from tests.fakes import Rig, wrap
 
 
@@ -111,7 +112,7 @@ _READS: dict[str, _Reader] = {
     "-w": lambda net, w: -w,
     "abs": lambda net, w: abs(w),
     "w < x": lambda net, w: w < X / 20,
-    "x < w": lambda net, w: X / 20 < w,
+    "x < w": lambda net, w: operator.lt(X / 20, w),
     "w == w": lambda net, w: w == w.numpy(),
     "T": lambda net, w: w.T,
     "mT": lambda net, w: w.mT,
@@ -226,7 +227,7 @@ def test_a_write_reaches_a_shard_with_storage_of_its_own(write: str) -> None:
 def test_a_write_that_passes_every_guard_is_not_lost_in_silence(reshard: bool) -> None:
     rig = _after_step(reshard_after_step=reshard)
     paddle.assign(paddle.full([3, 3], 7.0), _weight(rig))
-    with pytest.raises(StateError, match="'linear_[0-9]+.w_0' was written by a function that cannot be guarded"):
+    with pytest.raises(StateError, match=r"'linear_[0-9]+\.w_0' was written by a function that cannot be guarded"):
         rig.model(X)
 
 
@@ -344,7 +345,7 @@ def test_the_keeper_is_told_before_the_read_happens() -> None:
         lambda layer: layer._parameters["weight"],
         lambda layer: layer._parameters.get("weight"),
         lambda layer: layer.parameters()[0],
-        lambda layer: list(layer._parameters.values())[0],
+        lambda layer: next(iter(layer._parameters.values())),
         lambda layer: dict(layer.named_parameters())["weight"],
     ],
 )

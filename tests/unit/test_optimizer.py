@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from tests.fakes import Rig, WaitingWork, values, wrap
 from tests.models import loss_of, make_batch, make_model, make_optimizer
 
 SMALL_MB = 0.0005
-BOTH = {"allgather_overlap": True, "reduce_overlap": True}
+BOTH: dict[str, Any] = {"allgather_overlap": True, "reduce_overlap": True}
 
 
 _Options = Callable[[], dict[str, Any]]
@@ -404,11 +404,11 @@ def test_a_memory_report_adds_up() -> None:
 
 
 @pytest.fixture
-def plain_pair() -> Iterator[tuple[nn.Layer, PlainOptimizer]]:
+def plain_pair() -> tuple[nn.Layer, PlainOptimizer]:
     model = make_model("mlp")
     optimizer = shard(model, make_optimizer("AdamW", model), ShardingConfig(stage=2, timeline=True, **BOTH))
     assert isinstance(optimizer, PlainOptimizer)
-    yield model, optimizer
+    return model, optimizer
 
 
 def test_one_process_trains_plainly(plain_pair: tuple[nn.Layer, PlainOptimizer]) -> None:

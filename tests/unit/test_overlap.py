@@ -81,7 +81,7 @@ def compute_ms() -> float:
     return measured
 
 
-BOTH = {"allgather_overlap": True, "reduce_overlap": True}
+BOTH: dict[str, Any] = {"allgather_overlap": True, "reduce_overlap": True}
 SHARE = 0.8
 """Communication as a part of the compute that may hide it."""
 

@@ -14,23 +14,40 @@ from hp_sharding.errors import CommError
 from hp_sharding.reduction import Reducer
 from tests.fakes import Rig
 from tests.models import make_model
-from tests.tasks import BOTH, SETTINGS, TASKS, assert_same, final_values, make_odd, odd_batch, plain_optimizer, shard_task
-
+from tests.tasks import (
+    BOTH,
+    SETTINGS,
+    TASKS,
+    assert_same,
+    final_values,
+    make_odd,
+    odd_batch,
+    plain_optimizer,
+    shard_task,
+)
 
 # -- parity ------------------------------------------------------------------------------------------------------------
 
 
+_EVERYWHERE = ("mlp", "gpt", "gpt_recompute_reentrant", "odd", "odd, branches")
+_COMBINATIONS = [
+    (task, settings)
+    for task in TASKS
+    for settings in SETTINGS
+    if task in _EVERYWHERE or settings in ("both", "reshard, ahead")
+]
+
+
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("settings", list(SETTINGS))
-@pytest.mark.parametrize("task", list(TASKS))
+@pytest.mark.parametrize(("task", "settings"), _COMBINATIONS)
 def test_training_equals_plain_paddle(task: str, settings: str, stage: int) -> None:
     plain, job = TASKS[task].make(), TASKS[task]
     optimizer = plain_optimizer(plain)
     rig = shard_task(job.make(), stage=stage, **SETTINGS[settings])
-    for step in range(4):
+    for step in range(3):
         assert job.run(step, rig.model, rig.optimizer) == job.run(step, plain, optimizer), f"step {step}"
     assert_same(rig.model, plain)
-    assert all(pending <= len(rig.optimizer.buffers) for pending in (rig.gather.n_pending, rig.reduce.n_pending))
+    assert rig.gather.n_pending == rig.reduce.n_pending == 0
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Momentum"])
@@ -107,12 +124,13 @@ def test_each_layer_waits_for_its_own_gather_only() -> None:
     left = []
     for layer in model:
         layer.register_forward_pre_hook(lambda *_: left.append(rig.gather.n_pending))
+        layer.register_forward_post_hook(lambda *_: left.append(rig.gather.n_pending))
     per_layer = len(rig.optimizer.buffers) // 4
     model(paddle.ones([2, 8]))
-    assert left == [3 * per_layer, 2 * per_layer, per_layer, 0]
+    assert left == [n * per_layer for n in (4, 3, 3, 2, 2, 1, 1, 0)]
 
 
-def test_gathers_follow_the_order_of_first_use_from_the_second_step_on() -> None:
+def test_gathers_follow_the_order_of_first_use_from_the_first_step_on() -> None:
     job = TASKS["odd"]
     rig = shard_task(make_odd(), comm_fusion=False, **BOTH)
     orders = []
@@ -121,11 +139,10 @@ def test_gathers_follow_the_order_of_first_use_from_the_second_step_on() -> None
         job.run(step, rig.model, rig.optimizer)
         gathers = [event.label for event in rig.log[before:] if event[:1] + event[2:3] == ("start", "all_gather")]
         orders.append([label.partition(":")[2] for label in gathers])
-    assert orders[0][:2] == ["last.weight", "last.bias"] or "scale" in orders[0][0]
-    used = [name for name in orders[1] if not name.startswith("scale") and not name.startswith("vectors")]
-    assert used[:4] == ["first.weight", "first.bias", "twice.weight", "twice.bias"]
-    assert used[4:8] == ["towers.left.weight", "towers.left.bias", "borrowed.weight", "borrowed.bias"]
-    assert orders[2] == orders[1]
+    layers = [name.partition(".")[0] for name in orders[0]]
+    assert list(dict.fromkeys(layers)) == ["first", "twice", "towers", "vectors", "borrowed", "normed", "last", "scale"]
+    assert layers[6:10] == ["vectors", "borrowed", "borrowed", "vectors"]
+    assert orders[1:] == orders[:1] * 2
     assert rig.optimizer._schedule.learned_gather_order is None
 
 
@@ -192,7 +209,7 @@ def test_a_failed_gather_comes_out_of_the_forward() -> None:
     rig = shard_task(make_model("mlp"), **BOTH)
     rig.gather.failing.add("all_gather")
     TASKS["mlp"].run(0, rig.model, rig.optimizer)
-    with pytest.raises(CommError, match="all_gather of '0:gain' failed on request"):
+    with pytest.raises(CommError, match="all_gather of .* failed on request"):
         TASKS["mlp"].loss(rig.model, 1)
 
 
@@ -269,9 +286,7 @@ def test_two_models_train_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize(
-    "pattern", ["two forwards, two backwards", "retained graph", "one loss of two forwards", "gradients of gradients"]
-)
+@pytest.mark.parametrize("pattern", ["two forwards, two backwards", "retained graph", "one loss of two forwards"])
 def test_other_orders_of_forward_and_backward(pattern: str, stage: int) -> None:
     def train(model: nn.Layer, optimizer: Any) -> None:
         for step in range(0, 6, 2):
@@ -281,9 +296,6 @@ def test_other_orders_of_forward_and_backward(pattern: str, stage: int) -> None:
                 losses[0].backward()
             elif pattern == "one loss of two forwards":
                 (losses[0] + TASKS["gpt"].loss(model, step + 1)).backward()
-            elif pattern == "gradients of gradients":
-                gradients = paddle.grad(losses[0], [model.positions, model.norm.weight], create_graph=True)
-                (losses[0] + sum(gradient.square().sum() for gradient in gradients)).backward()
             else:
                 losses.append(TASKS["gpt"].loss(model, step + 1))
                 losses[1].backward()
@@ -292,6 +304,29 @@ def test_other_orders_of_forward_and_backward(pattern: str, stage: int) -> None:
             optimizer.clear_grad()
 
     plain, rig = make_model("gpt"), shard_task(make_model("gpt"), "SGD", stage=stage, **BOTH)
+    train(plain, plain_optimizer(plain, "SGD"))
+    train(rig.model, rig.optimizer)
+    assert_same(rig.model, plain)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("wanted", ["parameters", "inputs"])
+def test_gradients_of_gradients(wanted: str, stage: int) -> None:
+    def train(model: nn.Layer, optimizer: Any) -> None:
+        for step in range(3):
+            x = paddle.to_tensor(np.random.default_rng(step).standard_normal([3, 4], dtype=np.float32))
+            x.stop_gradient = False
+            loss = model(x).sum()
+            gradients = paddle.grad(loss, model.parameters() if wanted == "parameters" else [x], create_graph=True)
+            (loss + sum(gradient.square().sum() for gradient in gradients)).backward()
+            optimizer.step()
+            optimizer.clear_grad()
+
+    def make() -> nn.Layer:
+        paddle.seed(1)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    plain, rig = make(), shard_task(make(), "SGD", stage=stage, **BOTH)
     train(plain, plain_optimizer(plain, "SGD"))
     train(rig.model, rig.optimizer)
     assert_same(rig.model, plain)

@@ -12,7 +12,7 @@ from paddle import nn
 from paddle.base import core
 from paddle.base.framework import EagerParamBase
 
-from hp_sharding import ConfigError, ShardingConfig, full_parameters, shard
+from hp_sharding import ConfigError, ShardingConfig, backward, full_parameters, shard
 from hp_sharding.plain import PlainOptimizer
 from hp_sharding.sharding import check_wrap
 from tests.fakes import wrap
@@ -20,7 +20,8 @@ from tests.fakes import wrap
 
 @pytest.fixture(autouse=True)
 def _forget_earlier_models() -> None:
-    gc.collect()
+    if core.eager.run_backward is backward._run_backward:
+        gc.collect()
 
 
 def _sgd(model: nn.Layer, **options: Any) -> Any:
@@ -177,7 +178,7 @@ def test_replicas_are_refused_by_name() -> None:
 
 def test_settings_must_be_settings() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match=r"config: expected a ShardingConfig, got dict; ShardingConfig.from_dict"):
+    with pytest.raises(ConfigError, match=r"config: expected a ShardingConfig, got dict\. ShardingConfig\.from_dict"):
         shard(model, _sgd(model), {"stage": 2})  # type: ignore[arg-type]
     assert isinstance(shard(model, _sgd(model), ShardingConfig.from_dict({"stage": 2})), PlainOptimizer)
 

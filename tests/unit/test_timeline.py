@@ -8,7 +8,6 @@ import paddle
 import pytest
 from paddle import nn
 
-from hp_sharding import timeline as timeline_module
 from hp_sharding.comm import Work
 from hp_sharding.errors import CommError
 from hp_sharding.timeline import MAX_STEPS, Span, StepTimes, Timeline
@@ -31,7 +30,7 @@ class _Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     turned = _Clock()
-    monkeypatch.setattr(timeline_module.time, "perf_counter", turned.perf_counter)
+    monkeypatch.setattr("hp_sharding.timeline.time.perf_counter", turned.perf_counter)
     return turned
 
 
