@@ -202,13 +202,16 @@ class Reducer:
             agreement = self._agreements.popleft()
             self._timeline.wait(agreement.work)
             facts = agreement.result()
-            if facts.failed and not discard:
+            self._merge_used(facts.used)
+            if facts.failed:
+                if discard:
+                    # Nothing more is sent for this round: some ranks come here, others have raised below.
+                    continue
                 raise StateError(
                     f"rank {self._lanes.agree.rank}: the backward failed on some rank of this group, so the reduced "
                     "gradients are incomplete. Call optimizer.clear_grad() on every rank and skip this batch"
                 )
             new_order = new_order or facts.new_order
-            self._merge_used(facts.used)
             for bucket in (bucket for bucket in self.order if facts.repeats[bucket]):
                 self._launch(bucket)
         return new_order

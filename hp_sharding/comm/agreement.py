@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 # How long a process that is alive may take to say so: its watcher answers whatever its script does.
 _ROLL_CALL_S = 2.0
@@ -181,27 +181,25 @@ class Agreement:
             self._answered.wait_for(lambda: self.broken or len(self._answers) == len(self.ranks), timeout_s)
             return [rank for rank in self.ranks if rank not in self._answers]
 
-    def leave(self, lane: str, cause: Cause, *, by: int | None = None, last_entered: int = -1) -> None:
-        """Starts to leave a lane; with ``by``, takes note that another rank does. Does not block.
+    def leave(self, lanes: Sequence[str], cause: Cause) -> None:
+        """Starts to leave lanes, all at the same moment: a work of one may follow a work of another. Does not block.
 
         Args:
-            lane: the lane.
+            lanes: the lanes.
             cause: why; ``peer`` is the rank that was the first to leave.
-            by: whose message says so.
-            last_entered: what that message says.
         """
-        ledger = self._ledgers[lane]
-        answer: int | None = None
+        entered: dict[str, int] = {}
         with self._lock:
-            if ledger.leaving is None:
-                ledger.leaving = cause
-                ledger.last_entered_by[self.me] = answer = ledger.entered
-            if by is not None:
-                ledger.last_entered_by[by] = last_entered
-            ledger.changed.notify_all()
-        if answer is not None:
-            self._tell(["leave", lane, answer, cause.peer])
-        self._settle(lane)
+            for lane in lanes:
+                ledger = self._ledgers[lane]
+                if ledger.leaving is None:
+                    ledger.leaving = cause
+                    ledger.last_entered_by[self.me] = entered[lane] = ledger.entered
+                ledger.changed.notify_all()
+        if entered:
+            self._tell(["leave", cause.peer, entered])
+        for lane in lanes:
+            self._settle(lane)
 
     def await_quiet(self, lane: str, *, answer_s: float, flight_s: float) -> bool:
         """After ``leave``: blocks until no member will touch Gloo on this lane again.
@@ -232,9 +230,7 @@ class Agreement:
             lane, sequence, what, nbytes, label = rest
             self._note(str(lane), _whole(sequence), peer, Token(str(what), _whole(nbytes), str(label)))
         elif kind == "leave":
-            # The message may be an answer: the cause is who was the first.
-            cause = Cause(f"rank {rest[2]} has left: it closed the lane, or its script has ended", _whole(rest[2]))
-            self.leave(str(rest[0]), cause, by=peer, last_entered=_whole(rest[1]))
+            self._hear_leave(peer, _whole(rest[0]), rest[1])
         elif kind == "quiet":
             ledger = self._ledgers[str(rest[0])]
             with self._lock:
@@ -256,6 +252,14 @@ class Agreement:
             at_peace = all(peer in ledger.quiet for ledger in self._ledgers.values())
         if not at_peace:
             self.break_off(Cause(f"rank {peer} is gone: its connection ended without a goodbye", peer))
+
+    def _hear_leave(self, peer: int, first: int, entered: Any) -> None:
+        with self._lock:
+            for lane, sequence in entered.items():
+                self._ledgers[lane].last_entered_by[peer] = _whole(sequence)
+        # The message may be an answer: the cause is who was the first.
+        cause = Cause(f"rank {first} has left: it closed the lane, or its script has ended", first)
+        self.leave(list(entered), cause)
 
     def _note(self, lane: str, sequence: int, rank: int, token: Token) -> None:
         ledger = self._ledgers[lane]

@@ -293,7 +293,9 @@ class GlooCommunicator(Communicator):
         try:
             after.wait()
         except CommError as error:
-            raise Refused(Cause(f"the collective that it follows failed: {error}", error.peer)) from error
+            # Where a rank has left, dropping one work and those that follow it is all in order.
+            cause = Cause(f"the collective that it follows failed: {error}", error.peer)
+            raise Refused(self._agreement.refusal(self.lane) or cause) from error
         if not isinstance(after, GlooWork):
             self._announce(work)
 

@@ -60,8 +60,8 @@ class GlooGroup:
 
     def leave(self) -> None:
         """Tells the others that this rank ends all lanes; they answer by themselves, whatever their scripts do."""
-        for lane in self.communicators:
-            self._agreement.leave(lane, Cause(f"rank {self._me} has ended its script", self._me))
+        cause = Cause(f"rank {self._me} has ended its script", self._me)
+        self._agreement.leave(list(self.communicators), cause)
 
     def close(self, lane: str) -> None:
         """Ends one lane, and with the last one the group. Only the first call for a lane does anything."""
@@ -70,7 +70,7 @@ class GlooGroup:
                 return
             self._closed.add(lane)
             is_last = len(self._closed) == len(self.communicators)
-        self._agreement.leave(lane, Cause(f"rank {self._me} has closed the lane", self._me))
+        self._agreement.leave([lane], Cause(f"rank {self._me} has closed the lane", self._me))
         is_clean = self._agreement.await_quiet(lane, answer_s=_ANSWER_S, flight_s=_FLIGHT_S)
         if not self.communicators[lane].join(_JOIN_S):
             _log.warning("rank %d: lane %r is stuck inside Gloo and was abandoned", self._me, lane)

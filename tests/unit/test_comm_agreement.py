@@ -121,7 +121,7 @@ def test_leaving_finishes_what_somebody_has_entered_and_drops_the_rest() -> None
         member.announce(2)
     _deliver(members)
     members[5].enter(1)
-    members[4].agreement.leave("gather", Cause("rank 4 ends", 4))
+    members[4].agreement.leave(["gather"], Cause("rank 4 ends", 4))
     assert not members[4].dropped, "before all have answered the limit is not known"
     _deliver(members)
     # Rank 5 was inside collective 1: the others must join it there, and nobody may start collective 2.
@@ -149,7 +149,7 @@ def _assert_quiet_only_after_the_last_has_finished(members: dict[int, Member]) -
 
 def test_leaving_an_idle_lane_is_quiet_at_once() -> None:
     members = _members()
-    members[6].agreement.leave("gather", Cause("rank 6 ends", 6))
+    members[6].agreement.leave(["gather"], Cause("rank 6 ends", 6))
     _deliver(members)
     for member in members.values():
         assert member.agreement.await_quiet("gather", answer_s=0.01, flight_s=0.01)

@@ -191,8 +191,8 @@ def test_buckets_whose_reduction_is_done_are_updated_while_others_are_waited_for
         rig.optimizer.step()
     _backward(rig.model, 2)
     order, gather_order = rig.optimizer._reducer.order, rig.optimizer._schedule.gather_order
-    assert order[0] == gather_order[0], "the gain is used first and its gradient comes first"
     n_done = 4
+    assert gather_order[0] not in order[:n_done], "what is needed first comes last"
     for bucket in order[:n_done]:
         work = rig.optimizer._reducer._works[bucket]
         assert isinstance(work, WaitingWork)
