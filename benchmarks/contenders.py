@@ -30,30 +30,34 @@ class Trainee:
     timeline: Any = None
 
 
+Flags = dict[str, Any]
+"""Keys for ``hp_sharding_configs``."""
+
+
 @dataclass(frozen=True)
 class Contender:
     """One row of the table.
 
     Attributes:
         title: for people.
-        build: makes the trainee; all ranks call it together. Takes the sizes and the size of a bucket in MB.
+        build: makes the trainee; all ranks call it together. Takes the sizes, and more flags for ours.
         trains_alone: its ranks do not talk, so that their losses are their own.
     """
 
     title: str
-    build: Callable[[Shape, float], Trainee]
+    build: Callable[[Shape, Flags], Trainee]
     trains_alone: bool = False
 
 
-def _compute_alone(shape: Shape, _: float) -> Trainee:
+def _compute_alone(shape: Shape, _: Flags) -> Trainee:
     from benchmarks.gpt import build_model, build_optimizer
 
     model = build_model(shape)
     return Trainee(model, build_optimizer(model))
 
 
-def _ours(**flags: Any) -> Callable[[Shape, float], Trainee]:
-    def build(shape: Shape, buffer_mb: float) -> Trainee:
+def _ours(**flags: Any) -> Callable[[Shape, Flags], Trainee]:
+    def build(shape: Shape, more: Flags) -> Trainee:
         import paddle
 
         from benchmarks.gpt import build_model, build_optimizer
@@ -61,7 +65,7 @@ def _ours(**flags: Any) -> Callable[[Shape, float], Trainee]:
 
         strategy = fleet.DistributedStrategy()
         strategy.hybrid_configs = {"dp_degree": 1, "sharding_degree": paddle.distributed.get_world_size()}
-        strategy.hp_sharding_configs = {"comm_buffer_size_MB": buffer_mb, "timeline": True, **flags}
+        strategy.hp_sharding_configs = {"timeline": True, **flags, **more}
         fleet.init(is_collective=True, strategy=strategy)
         model = fleet.distributed_model(build_model(shape))
         optimizer = fleet.distributed_optimizer(build_optimizer(model))
@@ -75,7 +79,7 @@ def _ours(**flags: Any) -> Callable[[Shape, float], Trainee]:
     return build
 
 
-def _data_parallel(shape: Shape, _: float) -> Trainee:
+def _data_parallel(shape: Shape, _: Flags) -> Trainee:
     import paddle
 
     from benchmarks.gpt import build_model, build_optimizer
@@ -87,7 +91,7 @@ def _data_parallel(shape: Shape, _: float) -> Trainee:
     return Trainee(model, build_optimizer(model))
 
 
-def _sharding_v1(shape: Shape, _: float) -> Trainee:
+def _sharding_v1(shape: Shape, _: Flags) -> Trainee:
     import paddle
     from paddle.distributed import fleet
 

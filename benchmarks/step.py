@@ -101,7 +101,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--patience-s", type=float, default=120, help="seconds for waiting while others are busy and for repeated turns"
     )
-    parser.add_argument("--buffer-mb", type=float, default=25, help="hp_sharding's comm_buffer_size_MB")
+    parser.add_argument("--buffer-mb", type=float, help="hp_sharding's comm_buffer_size_MB (default: its own)")
     parser.add_argument("--quick", action="store_true", help="a small model, one round of two steps")
     parser.add_argument("--loopback", action="store_true", help="no shaped links, even as root")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
@@ -124,7 +124,8 @@ def _be_rank(options: argparse.Namespace) -> None:
     shape = Shape(layers=2, width=128) if options.quick else Shape()
 
     def build() -> tuple[Trainee, Batches]:
-        trainee = CONTENDERS[options.as_rank].build(shape, options.buffer_mb)
+        flags = {} if options.buffer_mb is None else {"comm_buffer_size_MB": options.buffer_mb}
+        trainee = CONTENDERS[options.as_rank].build(shape, flags)
         return trainee, Batches(shape, int(os.environ["PADDLE_TRAINER_ID"]))
 
     paddle.set_device("cpu")
@@ -190,7 +191,8 @@ class Course:
 
 
 def _run(seating: list[links.Seat], options: argparse.Namespace) -> Course:
-    shared = ["-m", "benchmarks.step", "--buffer-mb", str(options.buffer_mb), *(["--quick"] if options.quick else [])]
+    shared = ["-m", "benchmarks.step", *(["--quick"] if options.quick else [])]
+    shared += ["--buffer-mb", str(options.buffer_mb)] if options.buffer_mb is not None else []
     groups: list[Group] = []
     try:
         for name in options.contenders:

@@ -125,7 +125,7 @@ class GuardedParameters(OrderedDict[str, Any]):
         return [self[name] for name in self]
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        return self[name] if name in self else default  # noqa: SIM401 - that would be this method again
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, (list(super().items()),)

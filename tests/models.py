@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,12 @@ SEED = 1234
 
 
 class Mlp(nn.Layer):
-    """Layers in a list, widths that do not divide, one parameter of the model itself."""
+    """Layers in a list, by default of widths that do not divide, and one parameter of the model itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, widths: tuple[int, ...] = (9, 31, 17, 23, 5)) -> None:
         super().__init__()
-        self.layers = nn.LayerList([nn.Linear(a, b) for a, b in zip((9, 31, 17, 23), (31, 17, 23, 5), strict=True)])
-        self.gain = self.create_parameter([5], default_initializer=nn.initializer.Constant(1.0))
+        self.layers = nn.LayerList([nn.Linear(a, b) for a, b in itertools.pairwise(widths)])
+        self.gain = self.create_parameter([widths[-1]], default_initializer=nn.initializer.Constant(1.0))
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         for layer in self.layers[:-1]:
@@ -97,6 +98,7 @@ class ConvNet(nn.Layer):
 
 MODELS: dict[str, Any] = {
     "mlp": Mlp,
+    "even_mlp": lambda: Mlp((8, 32, 16, 24, 8)),
     "gpt": Gpt,
     "gpt_recompute_reentrant": lambda: Gpt(recompute_blocks=True),
     "gpt_recompute": lambda: Gpt(recompute_blocks=False),
@@ -120,11 +122,14 @@ def make_optimizer(name: str, model: nn.Layer, **options: Any) -> Any:
 def make_batch(name: str, step: int, rank: int) -> tuple[paddle.Tensor, paddle.Tensor]:
     """What ``rank`` trains on in ``step``: inputs and targets, other ones for every rank and step."""
     generator = np.random.default_rng([SEED, step, rank])
-    if name == "mlp":
-        x = generator.standard_normal([4, 9], dtype=np.float32)
-        return paddle.to_tensor(x), paddle.to_tensor(np.sin(x[:, :5] * (1 + rank)))
+    if name.endswith("mlp"):
+        n_in, n_out = (9, 5) if name == "mlp" else (8, 8)
+        x = generator.standard_normal([4, n_in], dtype=np.float32)
+        return paddle.to_tensor(x), paddle.to_tensor(np.sin(x[:, :n_out] * (1 + rank)))
     if name.startswith("gpt"):
-        tokens = generator.integers(0, VOCABULARY, [2, LENGTH + 1])
+        # Arithmetic progressions, which a model can learn to continue.
+        tokens = generator.integers(0, VOCABULARY, [2, 1]) + generator.integers(1, 3, [2, 1]) * np.arange(LENGTH + 1)
+        tokens %= VOCABULARY
         return paddle.to_tensor(tokens[:, :-1]), paddle.to_tensor(tokens[:, 1:])
     images, labels = _digits()
     chosen = generator.integers(0, len(labels), 6)

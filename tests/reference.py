@@ -20,7 +20,7 @@ Values = dict[str, Array]
 
 
 class Run(NamedTuple):
-    """A training run: the losses of each step (one a rank), the parameters at its end, and what each rank has of its own."""
+    """A training run: losses of each step (one a rank), parameters at its end, and what each rank has of its own."""
 
     losses: list[list[float]]
     params: Values

@@ -34,7 +34,7 @@ Settings = dict[str, dict[str, Any]]
 SMALL_MB = 0.0005
 """A bucket size below that of most parameters of the tests' models."""
 
-BOTH = {"allgather_overlap": True, "reduce_overlap": True, "comm_buffer_size_MB": SMALL_MB}
+BOTH: dict[str, Any] = {"allgather_overlap": True, "reduce_overlap": True, "comm_buffer_size_MB": SMALL_MB}
 SETTINGS: Settings = {
     "no overlap": {"stage": 2, "comm_buffer_size_MB": SMALL_MB},
     "stage 1": {"stage": 1, **BOTH},
@@ -43,6 +43,8 @@ SETTINGS: Settings = {
     "reshard": {"stage": 2, **BOTH, "reshard_after_step": True},
     "reshard, stage 1": {"stage": 1, **BOTH, "reshard_after_step": True, "prefetch_depth": 2, "comm_fusion": False},
 }
+FEW: Settings = {name: SETTINGS[name] for name in ("stage 1", "stage 2", "reshard")}
+"""Enough for what does not depend on how buckets are formed."""
 KEPT: Settings = {name: settings for name, settings in SETTINGS.items() if "reshard" not in name}
 """Those in which parameters stay readable after ``step()``."""
 

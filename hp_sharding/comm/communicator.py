@@ -55,6 +55,7 @@ class Communicator(ABC):
     and the caller neither writes nor frees it. All ranks of the group start the same collectives in the same order.
 
     ``after`` names a work, of any lane, that must be done before the collective may read its input.
+    ``label`` says what is carried, the same on all ranks.
 
     Attributes:
         lane: name of the lane, such as ``"gather"``.

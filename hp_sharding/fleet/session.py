@@ -224,8 +224,8 @@ def _other_config(strategy: PaddleStrategy, settings: _Settings) -> ShardingConf
         )
     if config.timeout_s != settings.config.timeout_s:
         raise ConfigError(
-            f"fleet.distributed_optimizer: its strategy sets timeout_s={config.timeout_s:g}, but the model was connected "
-            f"with {settings.config.timeout_s:g}; set it in the strategy that fleet.init gets"
+            f"fleet.distributed_optimizer: its strategy sets timeout_s={config.timeout_s:g}, but the model was "
+            f"connected with {settings.config.timeout_s:g}; set it in the strategy that fleet.init gets"
         )
     return config
 

@@ -145,7 +145,9 @@ def _several_graphs(new: Factory, pattern: str) -> dict[str, Values]:
     kept = []
     for step in range(4):
         if pattern == "two forwards, two backwards":
-            losses = {rank: [side.model(_noise(2 * step + i, rank)).square().mean() for i in (0, 1)] for rank in side.ranks}
+            losses = {
+                rank: [side.model(_noise(2 * step + i, rank)).square().mean() for i in (0, 1)] for rank in side.ranks
+            }
             side.backward(lambda rank, losses=losses: losses[rank][0])
             side.backward(lambda rank, losses=losses: losses[rank][1])
         elif pattern == "retain_graph":
@@ -153,8 +155,10 @@ def _several_graphs(new: Factory, pattern: str) -> dict[str, Values]:
             side.backward(lambda rank, losses=losses: _retained(losses[rank][0]))
         elif pattern == "one loss of two forwards":
             side.backward(
-                lambda rank, step=step: side.model(_noise(2 * step, rank)).square().mean()
-                + side.model(side.model(_noise(2 * step + 1, rank))).mean()
+                lambda rank, step=step: (
+                    side.model(_noise(2 * step, rank)).square().mean()
+                    + side.model(side.model(_noise(2 * step + 1, rank))).mean()
+                )
             )
         else:
             kept.append([side.model(_noise(step, rank)) for rank in side.ranks])

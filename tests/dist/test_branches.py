@@ -14,7 +14,7 @@ from paddle import nn
 from tests import harness
 from tests.models import SEED
 from tests.reference import Values
-from tests.sides import SETTINGS, Factory, compare
+from tests.sides import FEW, KEPT, SETTINGS, Factory, compare
 
 SIZE = 16
 BRANCHES = 4
@@ -62,7 +62,9 @@ def _branches(new: Factory, choice: str, steps: int) -> dict[str, Values]:
     side = new(_Branching, _sgd)
     snapshots = {}
     for step in range(steps):
-        side.backward(lambda rank, step=step: side.model(_batch(step, rank), CHOICES[choice](step, rank)).square().mean())
+        side.backward(
+            lambda rank, step=step: side.model(_batch(step, rank), CHOICES[choice](step, rank)).square().mean()
+        )
         side.step()
         side.clear_grad(set_to_zero=bool(step % 2))
         if step in (2, steps - 1):
@@ -73,13 +75,12 @@ def _branches(new: Factory, choice: str, steps: int) -> dict[str, Values]:
 @pytest.mark.parametrize("choice", CHOICES)
 def test_ranks_go_different_ways(choice: str) -> None:
     """Bitwise: two ranks' gradients are added in one order only, and what a rank has none for is zero."""
-    harness.run(compare, 2, _branches, SETTINGS, 0.0, choice, 12, timeout_s=60)
+    harness.run(compare, 2, _branches, SETTINGS, 0.0, choice, 8, timeout_s=60)
 
 
 @pytest.mark.parametrize("choice", ["parity of the rank", "another order on each rank", "at random"])
 def test_four_ranks_go_different_ways(choice: str) -> None:
-    chosen = {name: SETTINGS[name] for name in ("stage 1", "stage 2", "reshard")}
-    harness.run(compare, 4, _branches, chosen, 1e-6, choice, 6, timeout_s=60)
+    harness.run(compare, 4, _branches, FEW, 1e-6, choice, 5, timeout_s=60)
 
 
 def _unused_everywhere(new: Factory) -> dict[str, Values]:
@@ -162,5 +163,4 @@ def _evaluates_unevenly(new: Factory) -> dict[str, Values]:
 
 
 def test_uneven_evaluation() -> None:
-    settings = {name: chosen for name, chosen in SETTINGS.items() if "reshard" not in name}
-    harness.run(compare, 2, _evaluates_unevenly, settings, timeout_s=60)
+    harness.run(compare, 2, _evaluates_unevenly, KEPT, timeout_s=60)

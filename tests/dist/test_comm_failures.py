@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import paddle
 import pytest
 
-from hp_sharding.comm import Communicator, create_communicators
+from hp_sharding.comm import Communicator, close_all, create_communicators
 from hp_sharding.errors import CommError, ConfigError
 from tests import harness
+from tests.unit.test_comm_contract import Gate
 
 NOTICE_S = 5.0
 """How long a rank may take to notice that another one is dead; it takes 0.1 s where the machine is idle."""
@@ -219,6 +220,32 @@ def test_who_leaves_early_finishes_what_the_others_wait_for() -> None:
         assert "rank 0 has left" in outcome.result.text
         assert (outcome.result.label, outcome.result.peer) == ("one too many", 0)
     assert outcomes[0].returncode == 0
+
+
+def _leave_with_a_chain_queued(rank: int, nranks: int) -> list[str]:
+    lanes = create_communicators(range(nranks), ["gather", "reduce", "replicate"], timeout_s=60)
+    full, shard = paddle.ones([nranks * 16_000_000]), paddle.zeros([16_000_000])
+    small = paddle.ones([nranks])
+    gate = Gate()
+    in_flight = lanes["reduce"].reduce_scatter(shard, full, label="in flight")
+    never_reached = lanes["replicate"].all_reduce(small, label="not reached", after=gate if rank == 0 else None)
+    follows = lanes["gather"].all_gather(small.clone(), small[:1], label="follows", after=never_reached)
+    if rank == 0:
+        threading.Timer(1.0, gate.open).start()
+        while in_flight.start_s is None:
+            time.sleep(0.001)
+        close_all()
+        return []
+    texts = [_seen(work.wait, 0.0).text for work in (never_reached, follows)]
+    in_flight.wait()
+    assert float(shard[-1]) == nranks
+    return texts
+
+
+def test_leaving_drops_a_chain_over_lanes_and_nothing_else() -> None:
+    for outcome in harness.run(_leave_with_a_chain_queued, 3, fresh=True, timeout_s=40)[1:]:
+        assert outcome.error is None, outcome.error
+        assert [text.partition("failed: ")[2].partition(":")[0] for text in outcome.result] == ["rank 0 has left"] * 2
 
 
 def _close_and_create_again(rank: int, nranks: int) -> list[int]:

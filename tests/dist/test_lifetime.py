@@ -38,8 +38,9 @@ def _gan(new: Factory, order: str) -> dict[str, Values]:
     for step in range(5):
         fake = {rank: generator.model(_noise(step, rank)) for rank in critic.ranks}
         critic.backward(
-            lambda rank, step=step, fake=fake: critic.model(fake[rank].detach()).mean()
-            - critic.model(_noise(100 + step, rank)).mean()
+            lambda rank, step=step, fake=fake: (
+                critic.model(fake[rank].detach()).mean() - critic.model(_noise(100 + step, rank)).mean()
+            )
         )
         critic.step()
         if order == "cleared at once":
@@ -135,12 +136,12 @@ def _counts(model: nn.Layer) -> tuple[int, int, int]:
     return _hooks(model), tensors, core.host_memory_stat_current_value("Allocated", 0)
 
 
-def _plateau(rank: int, nranks: int, settings: dict[str, Any]) -> None:
-    model = make_model("gpt_recompute_reentrant")
+def _plateau(rank: int, nranks: int, name: str, settings: dict[str, Any]) -> None:
+    model = make_model(name)
     model, optimizer, _ = wrap(model, make_optimizer("AdamW", model), nranks, delay_s=0.0, **settings)
     seen = []
     for step in range(50):
-        loss_of(model, make_batch("gpt", step % 3, rank)).backward()
+        loss_of(model, make_batch(name, step % 3, rank)).backward()
         optimizer.step()
         optimizer.clear_grad()
         if step in (14, 49):
@@ -150,9 +151,11 @@ def _plateau(rank: int, nranks: int, settings: dict[str, Any]) -> None:
     assert seen[0] == seen[1], "hooks, tensors, bytes, bytes of the pool"
 
 
-@pytest.mark.parametrize("name", ["stage 1", "stage 2", "reshard"])
-def test_nothing_piles_up(name: str) -> None:
-    harness.run(_plateau, 2, SETTINGS[name])
+@pytest.mark.parametrize(
+    ("name", "settings"), [("mlp", "stage 1"), ("gpt_recompute_reentrant", "stage 2"), ("conv", "reshard")]
+)
+def test_nothing_piles_up(name: str, settings: str) -> None:
+    harness.run(_plateau, 2, name, SETTINGS[settings])
 
 
 def _dies(rank: int, nranks: int) -> None:

@@ -17,9 +17,7 @@ from tests import harness
 from tests.lanes import wrap
 from tests.models import loss_of, make_batch, make_model, make_optimizer
 from tests.reference import Values, assert_equal, values
-from tests.sides import BOTH, KEPT, SETTINGS, Factory, Side, compare
-
-FEW = {name: SETTINGS[name] for name in ("stage 1", "stage 2", "reshard")}
+from tests.sides import BOTH, FEW, KEPT, Factory, Side, compare
 
 
 def _steps(side: Side, count: int, name: str = "mlp") -> dict[str, Values]:
@@ -57,7 +55,7 @@ KINDS: dict[str, Any] = {
 
 
 def _of_kind(new: Factory, name: str) -> dict[str, Values]:
-    return _steps(new(lambda: make_model("mlp"), KINDS[name]), 6)
+    return _steps(new(lambda: make_model("mlp"), KINDS[name]), 4)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -100,7 +98,7 @@ def _clip_for_all_groups(model: nn.Layer) -> Any:
 
 
 def _by_name(model: nn.Layer) -> Any:
-    """Which parameters decay is asked of a function. (Paddle has no ``lr_ratio`` on CPU.)"""
+    """Which parameters decay is asked of a function. Paddle has no ``lr_ratio`` on CPU."""
     no_decay = {param.name for name, param in model.named_parameters() if "bias" in name}
     return paddle.optimizer.AdamW(
         0.01, parameters=model.parameters(), weight_decay=0.5, apply_decay_param_fun=lambda name: name not in no_decay

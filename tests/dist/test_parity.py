@@ -16,7 +16,7 @@ from tests.training import Case, RankRun, train_all
 
 STEPS = 20
 FACTORS: dict[str, list[Any]] = {
-    "model": ["mlp", "gpt", "conv"],
+    "model": ["mlp", "even_mlp", "gpt", "conv"],
     "optimizer": ["SGD", "Momentum", "AdamW"],
     "stage": [1, 2],
     "allgather_overlap": [True, False],
@@ -36,9 +36,7 @@ def _pairs(case: dict[str, Any]) -> set[tuple[tuple[str, Any], ...]]:
 def _pairwise() -> list[dict[str, Any]]:
     """Few combinations in which every pair of values occurs: each time the best of some random ones."""
     names = sorted(FACTORS)
-    missing = {
-        ((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in FACTORS[a] for y in FACTORS[b]
-    }
+    missing = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in FACTORS[a] for y in FACTORS[b]}
     generator = random.Random(0)
     cases = []
     while missing:
@@ -80,13 +78,13 @@ def _check(case: Case, runs: list[RankRun], *, tolerance: float) -> None:
 
 
 def _tolerance(case: Case, nranks: int) -> float:
-    """0 for bitwise.
+    """0 for bitwise. Beyond two ranks sums are formed in another order, which momentum adds up and AdamW magnifies.
 
     Paddle's SGD on CPU rounds a parameter of 8n elements in another way than others (a kernel of its own, which does
     not fuse multiply and add), so that the slices of a parameter can differ from the whole in the last bit.
     """
     if nranks > 2:
-        return 1e-5 if case.optimizer == "AdamW" else 1e-6
+        return 1e-6 if case.optimizer == "SGD" else 1e-5
     odd = any(param.size % 8 for param in make_model(case.model).parameters())
     return 1e-6 if case.optimizer == "SGD" and odd else 0.0
 
@@ -105,7 +103,7 @@ def test_two_ranks(model: str) -> None:
 
 
 def test_four_ranks() -> None:
-    cases = [case for case in CASES if case.model != "gpt" or case.settings["comm_buffer_size_MB"] > 0.001][::3]
+    cases = [case for case in CASES if case.model != "gpt"][::3] + [case for case in CASES if case.model == "gpt"][:1]
     results = harness.run(train_all, 4, cases, timeout_s=240)
     for case, runs in zip(cases, zip(*results, strict=True), strict=True):
         _check(case, list(runs), tolerance=_tolerance(case, 4))

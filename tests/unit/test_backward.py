@@ -296,6 +296,20 @@ def test_it_survives_somebody_who_wraps_over_it(original: Any) -> None:
     assert core.eager.run_backward is original
 
 
+def test_a_wrapper_that_somebody_took_away_is_put_back_by_the_next_model(original: Any) -> None:
+    told: list[str] = []
+    first, second = _Listener("a", told), _Listener("b", told)
+    backward.attach(first)
+    core.eager.run_backward = original
+    _loss(lambda: None).backward()
+    assert told == []
+    backward.attach(second)
+    _loss(lambda: None).backward()
+    assert told == ["a begin", "b begin", "a end", "b end"]
+    backward.detach(first)
+    backward.detach(second)
+
+
 def test_a_backward_in_another_thread_is_one_of_its_own(listener: _Listener) -> None:
     inside, leave = threading.Event(), threading.Event()
 

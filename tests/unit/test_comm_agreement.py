@@ -157,6 +157,13 @@ def test_leaving_an_idle_lane_is_quiet_at_once() -> None:
     assert members[4].agreement.broken is None, "whoever is quiet may go"
 
 
+def test_all_lanes_are_left_at_the_same_moment() -> None:
+    member = Member(4)
+    member.agreement.add_lane("reduce", member)
+    member.agreement.leave(["gather", "reduce"], Cause("rank 4 ends", 4))
+    assert member.outbox == [["leave", 4, {"gather": -1, "reduce": -1}]], "one message, so that no lane lags behind"
+
+
 def test_who_goes_without_a_goodbye_breaks_the_group() -> None:
     members = _members()
     members[4].agreement.lost(6)

@@ -81,7 +81,7 @@ def test_every_element_lies_in_exactly_one_shard(params: list[ParamSpec], rules:
 @settings(max_examples=60, deadline=None)
 def test_slots_and_shards_are_aligned_and_only_the_end_is_padded(params: list[ParamSpec], rules: BucketRules) -> None:
     for bucket in _plan(params, rules):
-        assert bucket.shard_numel * bucket.itemsize % ALIGNMENT_BYTES == 0
+        assert bucket.shard_numel * bucket.itemsize % 512 == 0
         assert bucket.shard_numel * rules.nranks == bucket.numel
         end = 0
         for slot in bucket.slots:

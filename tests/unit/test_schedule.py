@@ -209,7 +209,7 @@ def test_a_failed_gather_comes_out_of_the_forward() -> None:
     rig = shard_task(make_model("mlp"), **BOTH)
     rig.gather.failing.add("all_gather")
     TASKS["mlp"].run(0, rig.model, rig.optimizer)
-    with pytest.raises(CommError, match="all_gather of .* failed on request"):
+    with pytest.raises(CommError, match=r"all_gather of .* failed on request"):
         TASKS["mlp"].loss(rig.model, 1)
 
 

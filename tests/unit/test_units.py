@@ -119,6 +119,15 @@ def test_a_layer_on_the_way_to_a_list_is_a_unit_for_what_it_holds_itself() -> No
     assert _owners(plan)["encoder.scale"] == "encoder"
 
 
+def test_a_sequential_inside_a_layer_is_found() -> None:
+    model = nn.Layer()
+    model.encoder = nn.Layer()
+    model.encoder.net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    model.encoder.head = nn.Linear(2, 2)
+    plan = find_units(model, "auto")
+    assert _names(plan) == ["Layer", "encoder", "encoder.net", "encoder.net.0", "encoder.net.2", "encoder.head"]
+
+
 def test_items_of_a_layer_dict_are_units() -> None:
     model = nn.Layer()
     model.towers = nn.LayerDict({"left": nn.Linear(2, 2), "right": nn.Linear(2, 2)})

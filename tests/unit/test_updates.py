@@ -316,6 +316,16 @@ def test_the_users_clip_is_in_place_again_after_an_update() -> None:
     assert rank.inner._grad_clip is clip
 
 
+@pytest.mark.parametrize("name", ["global norm, clips", "groups"])
+def test_a_norm_is_not_clipped_by_twice(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The inner optimizer sees this rank's slices only, whose norm means nothing."""
+    rank = _Rank(_CLIPS[name], 1, 0)
+    rank.put(_gradients(rank.model, 0))
+    for kind in (nn.ClipGradByGlobalNorm, nn.ClipGradByNorm):
+        monkeypatch.setattr(kind, "__call__", None)
+    rank.apply()
+
+
 @pytest.mark.parametrize(("name", "expected"), [("SGD", 0), ("Momentum", 4), ("AdamW", 8), ("Adam, amsgrad", 12)])
 def test_bytes_of_moments_an_element(name: str, expected: int) -> None:
     rank = _Rank(ELEMENTWISE[name], 1, 0)
