@@ -21,7 +21,7 @@ from hp_sharding.optimizer import ShardedOptimizer
 from hp_sharding.sharding import LANES, build
 from tests.fakes import PoisoningPool
 
-DELAY_S = 0.001
+DELAY_S = 0.0008
 """Longest rest of a collective; the mean is half of it."""
 
 _lanes: dict[tuple[int, ...], dict[str, Communicator]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -141,6 +142,11 @@ def loss_of(model: nn.Layer, batch: tuple[paddle.Tensor, paddle.Tensor]) -> padd
     x, target = batch
     output = model(x)
     return F.mse_loss(output, target) if target.is_floating_point() else F.cross_entropy(output, target)
+
+
+def loss_on(model: nn.Layer, name: str, step: int) -> Callable[[int], paddle.Tensor]:
+    """A function from a rank to the loss of ``model`` on what that rank trains on in ``step``."""
+    return lambda rank: loss_of(model, make_batch(name, step, rank))
 
 
 @functools.cache

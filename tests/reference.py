@@ -13,7 +13,7 @@ import numpy as np
 import paddle
 from paddle import nn
 
-from tests.models import loss_of, make_batch, make_model, make_optimizer
+from tests.models import loss_of, loss_on, make_batch, make_model, make_optimizer
 
 Array = np.ndarray[Any, Any]
 Values = dict[str, Array]
@@ -34,7 +34,7 @@ def train(name: str, optimizer_name: str, nranks: int, steps: int) -> Run:
     ranks = Ranks(model, nranks)
     losses = []
     for step in range(steps):
-        losses.append(ranks.backward(lambda rank, step=step: loss_of(model, make_batch(name, step, rank))))
+        losses.append(ranks.backward(loss_on(model, name, step)))
         optimizer.step()
         optimizer.clear_grad(set_to_zero=False)
     return Run(losses, values(model), ranks.statistics)

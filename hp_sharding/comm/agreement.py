@@ -124,7 +124,9 @@ class Agreement:
                 ledger.entered = sequence
                 ledger.entered_s = time.monotonic()
                 return
-        raise Refused(self._late(ledger, sequence, timeout_s))
+            arrived = ledger.last_entered_by if ledger.leaving else ledger.tokens.get(sequence, {})
+            missing = [peer for peer in self.ranks if peer not in arrived]
+        raise Refused(self._late(missing, timeout_s))
 
     def finish(self, lane: str, sequence: int) -> None:
         """Says that a collective which was entered has ended well."""
@@ -290,16 +292,13 @@ class Agreement:
                 )
                 raise Refused(Cause(text, peer))
 
-    def _late(self, ledger: _Ledger, sequence: int, timeout_s: float) -> Cause:
-        with self._lock:
-            arrived = ledger.last_entered_by if ledger.leaving else ledger.tokens.get(sequence, {})
-            missing = [peer for peer in self.ranks if peer not in arrived]
+    def _late(self, missing: list[int], timeout_s: float) -> Cause:
         silent = set(missing) & set(self.roll_call(min(_ROLL_CALL_S, timeout_s)))
         reason = "busy, much slower, or on another path through the model; raise timeout_s if it is only late"
         if silent:
             reason = f"{_names(sorted(silent))} does not even answer: stopped, or cut off"
         text = f"{_names(missing)} did not reach this collective within {timeout_s:g} s: {reason}"
-        return Cause(text, missing[0] if missing else None)
+        return Cause(text, missing[0])
 
     def _settle(self, lane: str) -> None:
         """Once all have answered a wish to leave: drops what lies beyond the limit and says when this rank is quiet."""

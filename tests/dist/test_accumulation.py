@@ -104,6 +104,32 @@ def test_gradients_stay_until_they_are_cleared() -> None:
     harness.run(compare, 2, _kept_gradients, SETTINGS, SUM_ORDER)
 
 
+def _cleared_elsewhere(new: Factory, how: str) -> dict[str, Values]:
+    """Gradients cleared through the model or its parameters, as many scripts do, after a step or before it."""
+    side = _new(new, "Momentum", "mlp")
+    for step in range(5):
+        _micro(side, 2 * step, "mlp")
+        if step % 2:
+            CLEARS[how](side.model)
+            _micro(side, 2 * step + 1, "mlp")
+        side.step()
+        CLEARS[how](side.model)
+    return {"end": side.values()}
+
+
+CLEARS: dict[str, Any] = {
+    "model": lambda model: model.clear_gradients(),
+    "each": lambda model: [param.clear_gradient(False) for param in model.parameters()],
+    "some": lambda model: [param.clear_grad() for param in model.parameters()[::2]],
+    "None": lambda model: [setattr(param, "grad", None) for param in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("how", CLEARS)
+def test_gradients_may_be_cleared_through_the_model(how: str) -> None:
+    harness.run(compare, 2, _cleared_elsewhere, FEW, SUM_ORDER, how)
+
+
 def _equal_micro_batches(rank: int, nranks: int) -> None:
     for settings in ({"stage": 1, **BOTH}, {"stage": 2, **BOTH}, {"stage": 2}):
         for waits in (False, True):

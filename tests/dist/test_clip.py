@@ -11,7 +11,7 @@ from paddle import nn
 from hp_sharding import full_parameters
 from tests import harness
 from tests.lanes import wrap
-from tests.models import loss_of, make_batch, make_model, make_optimizer
+from tests.models import loss_of, loss_on, make_batch, make_model, make_optimizer
 from tests.reference import Ranks, Values, assert_all_equal, values
 from tests.sides import BOTH, FEW, SETTINGS, Factory, compare
 
@@ -22,7 +22,7 @@ NORM_ORDER = 2e-6
 def _norm(name: str, nranks: int) -> float:
     """The true global norm of the first gradient."""
     model = make_model(name)
-    Ranks(model, nranks).backward(lambda rank: loss_of(model, make_batch(name, 0, rank)))
+    Ranks(model, nranks).backward(loss_on(model, name, 0))
     squares = [float((param.grad**2).sum()) for param in model.parameters() if param.grad is not None]
     return float(sum(squares) ** 0.5)
 

@@ -15,14 +15,14 @@ from paddle.utils import unique_name
 from hp_sharding import full_parameters
 from tests import harness
 from tests.lanes import wrap
-from tests.models import loss_of, make_batch, make_model, make_optimizer
+from tests.models import loss_of, loss_on, make_batch, make_model, make_optimizer
 from tests.reference import Values, assert_equal, values
 from tests.sides import BOTH, FEW, KEPT, Factory, Side, compare
 
 
 def _steps(side: Side, count: int, name: str = "mlp") -> dict[str, Values]:
     for step in range(count):
-        side.backward(lambda rank, step=step: loss_of(side.model, make_batch(name, step, rank)))
+        side.backward(loss_on(side.model, name, step))
         side.step()
         side.clear_grad()
     return {"end": side.values()}

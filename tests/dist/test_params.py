@@ -13,7 +13,7 @@ from paddle import nn
 from hp_sharding import full_parameters
 from tests import harness
 from tests.lanes import wrap
-from tests.models import SEED, loss_of, make_batch, make_model, make_optimizer
+from tests.models import SEED, loss_of, loss_on, make_batch, make_model, make_optimizer
 from tests.reference import Values, values
 from tests.sides import BOTH, FEW, SETTINGS, Factory, compare
 
@@ -82,7 +82,7 @@ def _freeze_and_thaw(new: Factory, name: str) -> dict[str, Values]:
         for _, param in part:
             param.stop_gradient = step % 4 < 2
         before = side.values()
-        side.backward(lambda rank, step=step: loss_of(side.model, make_batch(name, step, rank)))
+        side.backward(loss_on(side.model, name, step))
         side.step()
         side.clear_grad(set_to_zero=bool(step % 2))
         after = side.values()
@@ -123,7 +123,7 @@ def _frozen_when_wrapped(new: Factory, name: str) -> dict[str, Values]:
     for step in range(7):
         for param in frozen:
             param.stop_gradient = step in (0, 1, 5)
-        side.backward(lambda rank, step=step: loss_of(side.model, make_batch(name, step, rank)))
+        side.backward(loss_on(side.model, name, step))
         side.step()
         side.clear_grad()
         snapshots[f"step {step}"] = side.values()
@@ -147,7 +147,7 @@ def _all_frozen(new: Factory) -> dict[str, Values]:
     side = new(build, lambda model: make_optimizer("SGD", model))
     start = side.values()
     for step in range(3):
-        side.backward(lambda rank, step=step: loss_of(side.model, make_batch("mlp", step, rank)))
+        side.backward(loss_on(side.model, "mlp", step))
         side.step()
         side.clear_grad()
     end = side.values()
@@ -171,11 +171,11 @@ def _nothing_yet(new: Factory, clip: bool) -> dict[str, Values]:
     snapshots = {"no backward": side.values()}
     for name, value in start.items():
         np.testing.assert_array_equal(snapshots["no backward"][name], value)
-    side.backward(lambda rank: loss_of(side.model, make_batch("mlp", 0, rank)))
+    side.backward(loss_on(side.model, "mlp", 0))
     side.clear_grad(set_to_zero=False)
     side.step()
     snapshots["cleared away"] = side.values()
-    side.backward(lambda rank: loss_of(side.model, make_batch("mlp", 1, rank)))
+    side.backward(loss_on(side.model, "mlp", 1))
     side.step()
     side.clear_grad(set_to_zero=True)
     side.step()  # zeros: momentum and decay go on
@@ -327,7 +327,7 @@ def _part_of_a_model(new: Factory) -> dict[str, Values]:
     side = new(lambda: make_model("gpt"), half)
     start = side.values()
     for step in range(3):
-        side.backward(lambda rank, step=step: loss_of(side.model, make_batch("gpt", step, rank)))
+        side.backward(loss_on(side.model, "gpt", step))
         side.step()
         side.clear_grad()
     end = side.values()

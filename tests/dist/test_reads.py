@@ -16,7 +16,7 @@ from paddle import nn
 from hp_sharding import LayoutError, ShardingConfig, StateError, Status, full_parameters
 from tests import harness
 from tests.lanes import Wrapped, wrap
-from tests.models import loss_of, make_batch, make_model, make_optimizer
+from tests.models import loss_of, loss_on, make_batch, make_model, make_optimizer
 from tests.reference import Ranks, Values, assert_equal, values
 from tests.sides import BOTH, KEPT, Factory, compare
 
@@ -106,7 +106,7 @@ def _reads(new: Factory) -> dict[str, Values]:
     side = new(lambda: make_model("gpt"), lambda model: make_optimizer("Momentum", model))
     snapshots = {}
     for step, (name, read) in enumerate(READS.items()):
-        side.backward(lambda rank, step=step: loss_of(side.model, make_batch("gpt", step, rank)))
+        side.backward(loss_on(side.model, "gpt", step))
         side.step()
         if step % 2:
             side.clear_grad()
@@ -189,7 +189,7 @@ def _written(new: Factory, write: str) -> dict[str, Values]:
     """Every second parameter is written right after a step; training goes on from what was written."""
     side = new(lambda: make_model("mlp"), lambda model: make_optimizer("Momentum", model))
     for step in range(4):
-        side.backward(lambda rank, step=step: loss_of(side.model, make_batch("mlp", step, rank)))
+        side.backward(loss_on(side.model, "mlp", step))
         side.step()
         side.clear_grad()
         if step in (1, 2):
@@ -243,7 +243,7 @@ def _loaded(new: Factory) -> dict[str, Values]:
     side = new(lambda: make_model("gpt"), lambda model: make_optimizer("AdamW", model))
     state = {name: value.numpy().copy() for name, value in side.model.state_dict().items()}
     for step in range(4):
-        side.backward(lambda rank, step=step: loss_of(side.model, make_batch("gpt", step, rank)))
+        side.backward(loss_on(side.model, "gpt", step))
         side.step()
         side.clear_grad()
         if step == 1:
@@ -297,7 +297,7 @@ def _inside(rank: int, nranks: int, reshards: bool) -> None:
     model, optimizer, _ = wrap(model, make_optimizer("Momentum", model), nranks, **settings)
     inner, ranks = make_optimizer("Momentum", plain), Ranks(plain, nranks)
     for step in range(4):
-        ranks.backward(lambda rank, step=step: loss_of(plain, make_batch("mlp", step, rank)))
+        ranks.backward(loss_on(plain, "mlp", step))
         inner.step()
         inner.clear_grad()
         loss_of(model, make_batch("mlp", step, rank)).backward()
@@ -334,7 +334,7 @@ def _switched(new: Factory) -> dict[str, Values]:
     for step in range(6):
         if side.sharded:
             side.optimizer._set_all_gather_overlap_forward(step % 3 != 1, side.model)
-        side.backward(lambda rank, step=step: loss_of(side.model, make_batch("gpt", step, rank)))
+        side.backward(loss_on(side.model, "gpt", step))
         side.step()
         if side.sharded and step % 3 == 1 and isinstance(side.optimizer.config, ShardingConfig):
             assert all(buffer.status is not Status.SYNCING for buffer in side.optimizer.buffers)

@@ -14,7 +14,7 @@ from paddle.distributed.fleet.utils import recompute
 
 from tests import harness, reference
 from tests.lanes import Call
-from tests.models import SEED, loss_of, make_batch, make_model, make_optimizer
+from tests.models import SEED, loss_on, make_model, make_optimizer
 from tests.reference import Values, assert_equal
 from tests.sides import BOTH, FEW, SETTINGS, SMALL_MB, Factory, compare
 from tests.training import Case, RankRun, train_all
@@ -134,7 +134,7 @@ def _accumulating(new: Factory, name: str) -> dict[str, Values]:
     for step in range(2):
         for micro in range(3):
             with side.no_sync() if micro == 0 else contextlib.nullcontext():
-                side.backward(lambda rank, n=3 * step + micro: loss_of(side.model, make_batch(name, n, rank)))
+                side.backward(loss_on(side.model, name, 3 * step + micro))
         side.step()
         side.clear_grad()
     return {"end": side.values()}

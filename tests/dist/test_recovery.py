@@ -14,7 +14,7 @@ from paddle.distributed.fleet.utils import recompute
 from hp_sharding import StateError, full_parameters
 from tests import harness
 from tests.lanes import wrap
-from tests.models import loss_of, make_batch, make_model, make_optimizer
+from tests.models import loss_of, loss_on, make_batch, make_model, make_optimizer
 from tests.reference import Values, assert_all_equal, assert_equal, values
 from tests.sides import BOTH, FEW, SETTINGS, Factory, Side, compare
 
@@ -122,7 +122,7 @@ def _recovers(new: Factory, name: str, place: str, set_to_zero: bool) -> dict[st
         if side.sharded and step in (1, 2):
             _failing_step(side, name, place, bomb)
             side.clear_grad(set_to_zero)
-        side.backward(lambda rank, step=step: loss_of(side.model, make_batch(name, step, rank)))
+        side.backward(loss_on(side.model, name, step))
         side.step()
         side.clear_grad(set_to_zero)
         snapshots[f"step {step}"] = side.values()

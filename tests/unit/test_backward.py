@@ -231,6 +231,28 @@ def test_an_exception_in_a_listener_aborts_all_of_them() -> None:
     backward.detach(second)
 
 
+def test_an_interruption_aborts_too(listener: _Listener) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    listener.on_end = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        _loss(lambda: None).backward()
+    assert listener.told == ["a begin", "a end", "a abort"]
+
+
+def test_after_a_failure_gradients_are_switched_on_as_before(listener: _Listener) -> None:
+    """Recompute runs its forward without them, and an exception there may leave them off."""
+
+    def switch_off_and_raise() -> None:
+        paddle.base.framework._dygraph_tracer()._has_grad = False
+        _raise_kept(_Own("in a recomputed forward"))()
+
+    with pytest.raises(_Own):
+        _loss(switch_off_and_raise).backward()
+    assert paddle.is_grad_enabled()
+
+
 # -- attach and detach -----------------------------------------------------------------------------------------------
 
 
