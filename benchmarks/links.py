@@ -13,6 +13,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -90,6 +91,8 @@ def shaped(nhosts: int, *, rate_mbit: int = RATE_MBIT) -> Iterator[list[Host]]:
     switch = f"{prefix}-switch"
     hosts = [Host(f"{prefix}-{index}", f"{_SUBNET}.{index + 1}", "eth0") for index in range(nhosts)]
     made: list[str] = []
+    # Unlike an interrupt from the keyboard, this signal would end Python without the clean-up below.
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         for name in (switch, *(str(host.name) for host in hosts)):
             _ip("netns", "add", name)
@@ -103,6 +106,7 @@ def shaped(nhosts: int, *, rate_mbit: int = RATE_MBIT) -> Iterator[list[Host]]:
         # The interfaces and the bridge go with their namespaces.
         for name in reversed(made):
             subprocess.run(["ip", "netns", "del", name], check=False)
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

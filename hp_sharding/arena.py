@@ -75,6 +75,11 @@ class GradientArena:
                 self._slices[layout.number].zero_()
                 self._dirty[index] = False
 
+    def zero_part(self, index: int, start_numel: int, numel: int) -> None:
+        """Zeros for a part of the finished sum of bucket ``index``, if it holds one."""
+        if self._holds[index]:
+            self.slice(index)._slice(start_numel, start_numel + numel).zero_()
+
     def clear(self) -> None:
         """Forgets all sums; the next reductions overwrite them."""
         self._holds = [False] * len(self._layouts)

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 from paddle import nn
 from paddle.base.framework import EagerParamBase
 
+from .errors import StateError
+
 
 class ValueKeeper(Protocol):
     """Makes parameters valid; the schedule of one wrapped model."""
@@ -29,6 +31,9 @@ class ValueKeeper(Protocol):
 
     def look_up(self, param: EagerParamBase) -> None:
         """Told that a layer looked the parameter up; makes it valid inside a forward."""
+
+    def note_clear(self, param: EagerParamBase, *, set_to_zero: bool) -> None:
+        """Told before the user clears the gradient of this parameter alone."""
 
 
 class _Guard:
@@ -47,8 +52,43 @@ class _Guard:
 class GuardedParameter(EagerParamBase):
     """A parameter whose value methods wait for a gather under way. Metadata never waits and never raises.
 
-    Its methods are those of ``paddle.Tensor``; they are filled in below.
+    Its methods are those of ``paddle.Tensor``; most are filled in below. Clearing the gradient, as
+    ``Layer.clear_gradients`` does, also clears what has been reduced of it.
     """
+
+    def clear_gradient(self, set_to_zero: bool = True) -> None:
+        """Clears the gradient of this parameter, on this rank; all ranks do the same."""
+        keeper = _keeper_of(self)
+        if keeper is not None:
+            keeper.note_clear(self, set_to_zero=set_to_zero)
+        EagerParamBase.clear_gradient(self, set_to_zero)
+
+    def clear_grad(self) -> None:
+        """``clear_gradient()``."""
+        self.clear_gradient()
+
+    @property
+    def grad(self) -> Any:
+        """In stage 1 this rank's own gradient; setting it to None clears it, setting anything else is an error."""
+        return EagerParamBase.grad.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        keeper = _keeper_of(self)
+        if keeper is None:
+            EagerParamBase.grad.__set__(self, value)
+        elif value is None:
+            self.clear_gradient(False)
+        else:
+            raise StateError(
+                f"parameter '{self.name}': it is reduced during backward, so setting its gradient changes nothing. "
+                "Scale the loss, give the optimizer a grad_clip, or register a hook on the parameter instead"
+            )
+
+
+def _keeper_of(param: EagerParamBase) -> ValueKeeper | None:
+    guard = param.__dict__.get("_hp_guard")
+    return guard.keeper() if guard is not None else None
 
 
 _WRITES = frozenset(("set_value", "copy_", "zero_", "fill_", "__setitem__", "_clear", "get_tensor", "value"))
@@ -74,8 +114,7 @@ def _guarded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def guarded(self: EagerParamBase, *args: Any, **kwargs: Any) -> Any:
-        guard = self.__dict__.get("_hp_guard")
-        keeper = guard.keeper() if guard is not None else None
+        keeper = _keeper_of(self)
         if keeper is None:
             return method(self, *args, **kwargs)
         keeper.make_readable(self)

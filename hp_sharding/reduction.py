@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from paddle.base.framework import EagerParamBase
+
 from .arena import GradientArena
 from .buffer import FusedCommBuffer, GradientStorage
 from .comm import Communicator, Work
@@ -246,6 +248,20 @@ class Reducer:
                 self.used[index] = [False] * len(buffer.params)
         self._reset_backward()
 
+    def forget(self, bucket: int, index: int, *, set_to_zero: bool) -> None:
+        """Forgets the gradient of one parameter, of which the caller then clears ``param.grad``. Same on every rank."""
+        buffer = self._buffers[bucket]
+        self.settle()
+        self.wait(bucket)
+        for piece in buffer.slices:
+            if piece.param == index:
+                self._arena.zero_part(bucket, piece.start_numel, piece.numel)
+        if not set_to_zero:
+            self.used[bucket][index] = False
+        if not (self._rules.keeps_gradient and set_to_zero):
+            # Otherwise ``param.grad`` is a view of the storage and becomes zero where it lies.
+            buffer.gradient.filled[index] = False
+
     def adopt_order(self, order: list[int]) -> None:
         """Takes the order that rank 0 published."""
         self.order = order
@@ -262,7 +278,7 @@ class Reducer:
         if storage.full is None:
             self._alloc(storage)
         storage.put(index, gradient)
-        param.clear_gradient(False)
+        _drop_gradient(param)
         if self._rules.keeps_gradient:
             param._copy_gradient_from(storage.view(index))
 
@@ -280,7 +296,8 @@ class Reducer:
         self._n_filling -= 1
 
     def _is_live(self, bucket: int) -> bool:
-        return self._expected[bucket] > 0 or any(self._buffers[bucket].gradient.filled)
+        # Not whether it holds gradients: that is this rank's alone. Those of a parameter that was frozen since stay.
+        return self._expected[bucket] > 0
 
     def _launch_ready(self) -> None:
         while self._position < len(self.order):
@@ -343,8 +360,13 @@ class Reducer:
         for param in buffer.params:
             # Stage 1: the parameter's own gradient object goes, the storage behind it stays with the bucket. Stage 2:
             # there is one only where a user's hook has raised before ours could take it.
-            param.clear_gradient(False)
+            _drop_gradient(param)
         if self._rules.keeps_gradient:
             buffer.gradient.reset()
         elif buffer.gradient.full is not None:
             self._free(buffer.gradient)
+
+
+def _drop_gradient(param: EagerParamBase) -> None:
+    """Sets ``param.grad`` to None, unseen by the guard."""
+    EagerParamBase.clear_gradient(param, False)

@@ -251,6 +251,12 @@ class Schedule:
         if place is not None and self.buffers[place.bucket].status is Status.READY:
             self.buffers[place.bucket].store_full()
 
+    def note_clear(self, param: EagerParamBase, *, set_to_zero: bool) -> None:
+        """What has been reduced or added up of the parameter's gradient goes too."""
+        place = self._places.get(id(param))
+        if place is not None:
+            self.reducer.forget(place.bucket, place.slot, set_to_zero=set_to_zero)
+
     # -- backward.BackwardListener -------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:

@@ -124,8 +124,10 @@ class Agreement:
                 ledger.entered = sequence
                 ledger.entered_s = time.monotonic()
                 return
-            arrived = ledger.last_entered_by if ledger.leaving else ledger.tokens.get(sequence, {})
-            missing = [peer for peer in self.ranks if peer not in arrived]
+            # All may have come while one that is to leave has not answered yet.
+            tokens = ledger.tokens.get(sequence, {})
+            missing = [peer for peer in self.ranks if peer not in tokens or peer not in ledger.last_entered_by]
+            missing = [peer for peer in missing if peer not in tokens] or missing
         raise Refused(self._late(missing, timeout_s))
 
     def finish(self, lane: str, sequence: int) -> None:

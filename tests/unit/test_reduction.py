@@ -60,6 +60,13 @@ def test_a_bucket_held_back_waits_for_the_end_and_so_do_those_behind_it() -> Non
     assert pipe.reducer.learned_order == [3, 1, 0, 2]
 
 
+def test_what_is_held_back_is_learned_to_stand_last_behind_what_got_no_gradient() -> None:
+    pipe = Pipeline(4)
+    pipe.reducer.hold_back(2)
+    pipe.backward({3: 1.0, 2: 1.0, 1: 1.0})
+    assert pipe.reducer.learned_order == [3, 1, 0, 2]
+
+
 def test_a_bucket_is_held_back_for_one_backward_only() -> None:
     pipe = Pipeline(2)
     pipe.reducer.hold_back(1)
@@ -112,6 +119,23 @@ def test_frozen_buckets_take_no_part() -> None:
         param.stop_gradient = False
     pipe.backward({1: 1.0, 0: 1.0})
     assert pipe.order() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_of_what_was_frozen_since_wait_until_it_thaws(stage: int) -> None:
+    """Whether a rank holds any may differ from rank to rank."""
+    pipe = Pipeline(2, stage=stage)
+    pipe.reducer.sync = False
+    pipe.backward({1: 1.0, 0: 1.0})
+    pipe.reducer.sync = True
+    for param in pipe.buffers[1].params:
+        param.stop_gradient = True
+    pipe.backward({0: 10.0})
+    assert pipe.order() == [0]
+    for param in pipe.buffers[1].params:
+        param.stop_gradient = False
+    pipe.backward({1: 100.0, 0: 100.0})
+    assert (pipe.sums(1), pipe.sums(0)) == ([101, 101], [111, 111])
 
 
 def test_a_backward_of_something_else_sends_nothing() -> None:
@@ -168,6 +192,16 @@ def test_ten_buckets_never_hold_more_than_two_full_gradients() -> None:
             assert pipe.reduce.n_pending <= 2
         pipe.reducer.end_backward()
     assert pipe.pool.allocated_bytes <= 2 * bucket_bytes
+
+
+def test_without_sync_nobody_waits_for_an_earlier_reduction() -> None:
+    pipe = Pipeline(4)
+    pipe.backward(dict.fromkeys((3, 2, 1, 0), 1.0))
+    under_way = pipe.reduce.n_pending
+    assert under_way == 2
+    pipe.reducer.sync = False
+    pipe.backward(dict.fromkeys((3, 2, 1, 0), 1.0))
+    assert pipe.reduce.n_pending == under_way
 
 
 def test_gradients_that_fill_up_at_once_are_not_waited_for() -> None:
@@ -406,6 +440,15 @@ def test_clear_forgets_who_was_used_as_paddle_does(set_to_zero: bool) -> None:
     pipe.backward({0: 1.0})
     pipe.reducer.clear(set_to_zero)
     assert pipe.reducer.used == [[set_to_zero, set_to_zero]]
+
+
+def test_after_clear_a_backward_of_something_else_sends_nothing() -> None:
+    pipe = Pipeline(2)
+    pipe.reducer.arm()  # a forward that raised
+    pipe.reducer.clear(set_to_zero=True)
+    pipe.reducer.begin_backward()
+    pipe.reducer.end_backward()
+    assert pipe.log == []
 
 
 def test_clear_waits_for_what_is_under_way() -> None:

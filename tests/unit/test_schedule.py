@@ -8,11 +8,12 @@ import numpy as np
 import paddle
 import pytest
 from paddle import nn
+from paddle.distributed.fleet.utils import recompute
 
 from hp_sharding.buffer import FusedCommBuffer, Status
 from hp_sharding.errors import CommError
 from hp_sharding.reduction import Reducer
-from tests.fakes import Rig
+from tests.fakes import Rig, values
 from tests.models import make_model
 from tests.tasks import (
     BOTH,
@@ -252,6 +253,48 @@ def test_nothing_is_launched_early_that_may_get_another_gradient() -> None:
         del early[:before]
     assert {"last.weight", "first.weight", "towers.left.bias"} <= set(early)
     assert not [name for name in early if name.startswith(("twice", "borrowed"))]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_forward_run_again_by_recompute_holds_nothing_up(reentrant: bool) -> None:
+    """It enters each unit a second time, but a parameter still gets one gradient."""
+    layers = nn.LayerList([nn.Linear(8, 8, bias_attr=False) for _ in range(4)])
+    rig = shard_task(layers, "SGD", reduce_overlap=True)
+    early: list[int] = []
+    original = rig.optimizer._reducer.end_backward
+
+    def end_backward() -> None:
+        early.append(len(rig.reduce.labels("reduce_scatter")))
+        original()
+
+    rig.optimizer._reducer.end_backward = end_backward  # type: ignore[method-assign]
+    for step in range(2):
+        x = paddle.ones([2, 8])
+        x.stop_gradient = False
+        for layer in layers:
+            x = recompute(layer, x, use_reentrant=reentrant)
+        x.sum().backward()
+        assert early[-1] == 4 * (step + 1)
+
+
+class _Skips(nn.Linear):
+    """Its forward may take a branch without parameters."""
+
+    def forward(self, x: paddle.Tensor, skip: bool = False) -> paddle.Tensor:
+        return x * 2 if skip else super().forward(x)
+
+
+def test_a_branch_without_parameters_takes_part_in_the_round() -> None:
+    """Another rank may have taken the other branch."""
+    model = _Skips(3, 3)
+    rig = shard_task(model, "SGD", **BOTH)
+    x = paddle.ones([1, 3])
+    x.stop_gradient = False
+    model(x, skip=True).sum().backward()
+    assert len(rig.reduce.labels("reduce_scatter")) == len(rig.optimizer.buffers) == 2
+    before = values(model.parameters())
+    rig.optimizer.step()
+    assert all(map(np.array_equal, values(model.parameters()), before))
 
 
 def test_a_foreign_backward_starts_no_collective() -> None:
