@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import time
@@ -71,6 +72,8 @@ def main() -> None:
     if options.as_rank:
         _be_rank(options)
         return
+    # Ended from outside, it still takes its processes and namespaces away.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     reason = "asked for" if options.loopback else links.available()
     if reason:
         print(f"no shaped links ({reason}): over loopback, whose speed is that of memory")

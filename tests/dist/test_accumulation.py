@@ -123,8 +123,13 @@ CLEARS: dict[str, Any] = {
     "model": lambda model: model.clear_gradients(),
     "each": lambda model: [param.clear_gradient(False) for param in model.parameters()],
     "some": lambda model: [param.clear_grad() for param in model.parameters()[::2]],
-    "None": lambda model: [setattr(param, "grad", None) for param in model.parameters()],
+    "None": lambda model: _set_to_none(model),
 }
+
+
+def _set_to_none(model: paddle.nn.Layer) -> None:
+    for param in model.parameters():
+        param.grad = None
 
 
 @pytest.mark.parametrize("how", CLEARS)
