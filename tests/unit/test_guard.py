@@ -301,6 +301,9 @@ class _Keeper:
     def look_up(self, param: EagerParamBase) -> None:
         self.told.append("looked up")
 
+    def note_clear(self, param: EagerParamBase, *, set_to_zero: bool) -> None:
+        self.told.append(f"cleared, zeros {set_to_zero}")
+
 
 def _guarded() -> tuple[nn.Linear, _Keeper]:
     layer, keeper = nn.Linear(2, 2), _Keeper()
@@ -405,3 +408,13 @@ def test_a_parameter_class_of_the_users_own_stays() -> None:
     param = Own(shape=[2], dtype="float32")
     guard_params([param], _Keeper())
     assert type(param) is Own
+
+
+def test_clearing_a_gradient_is_told_before_it_happens() -> None:
+    layer, keeper = _guarded()
+    param = layer._parameters.copy()["weight"]
+    keeper.told.clear()
+    param.clear_gradient(False)
+    param.clear_grad()
+    param.grad = None
+    assert keeper.told == ["cleared, zeros False", "cleared, zeros True", "cleared, zeros False"]
