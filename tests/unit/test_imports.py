@@ -131,3 +131,9 @@ def test_the_test_follows_relative_imports_inside_packages() -> None:
         imported = list(_imports(ast.parse("from ..optimizer import shard\nfrom .peers import Peers"), path))
         assert imported == ["hp_sharding.optimizer.shard", "hp_sharding.comm.peers.Peers"]
         assert _imports_down(path, imported) == ["optimizer"]
+
+
+def test_pytest_looks_into_the_distributed_tests(pytestconfig: pytest.Config) -> None:
+    """Pytest's own list of folders to pass by has "dist" on it."""
+    assert "dist" not in pytestconfig.getini("norecursedirs")
+    assert list((REPO_ROOT / "tests" / "dist").glob("test_*.py"))
