@@ -44,12 +44,14 @@ _original: Any = None
 def attach(listener: BackwardListener) -> None:
     """Tells ``listener`` of every outermost backward from now on, for as long as it lives."""
     global _original
+    # First of all it is on the list: the garbage collector may run at any moment, find that an earlier listener was
+    # the last, and take the wrapper away.
+    key = id(listener)
+    _listeners[key] = weakref.ref(listener, lambda _: _detach(key))
     # Where somebody has put Paddle's own back, over our head, it is wrapped again.
     if _original is None or core.eager.run_backward is _original:
         _original = core.eager.run_backward
         core.eager.run_backward = _run_backward
-    key = id(listener)
-    _listeners[key] = weakref.ref(listener, lambda _: _detach(key))
 
 
 def detach(listener: BackwardListener) -> None:

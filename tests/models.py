@@ -40,7 +40,8 @@ class Block(nn.Layer):
     def __init__(self) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        # Without biases whose gradient is zero but for rounding, which AdamW would magnify.
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias_attr=False)
         self.out = nn.Linear(WIDTH, WIDTH)
         self.norm2 = nn.LayerNorm(WIDTH)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH + 1), nn.GELU(), nn.Linear(2 * WIDTH + 1, WIDTH))
@@ -83,13 +84,13 @@ class Gpt(nn.Layer):
 
 
 class ConvNet(nn.Layer):
-    """Convolutions with BatchNorm over images of 8 x 8."""
+    """Convolutions with BatchNorm, and so without biases, over images of 8 x 8."""
 
     def __init__(self) -> None:
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2D(1, 5, 3, padding=1), nn.BatchNorm2D(5), nn.ReLU(), nn.MaxPool2D(2),
-            nn.Conv2D(5, 7, 3, padding=1), nn.BatchNorm2D(7), nn.ReLU(),
+            nn.Conv2D(1, 5, 3, padding=1, bias_attr=False), nn.BatchNorm2D(5), nn.ReLU(), nn.MaxPool2D(2),
+            nn.Conv2D(5, 7, 3, padding=1, bias_attr=False), nn.BatchNorm2D(7), nn.ReLU(),
         )  # fmt: skip
         self.head = nn.Linear(7 * 16, 10)
 

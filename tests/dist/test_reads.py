@@ -18,7 +18,7 @@ from tests import harness
 from tests.lanes import Wrapped, wrap
 from tests.models import loss_of, loss_on, make_batch, make_model, make_optimizer
 from tests.reference import Ranks, Values, assert_equal, values
-from tests.sides import BOTH, KEPT, Factory, compare
+from tests.sides import BOTH, KEPT, SETTINGS, Factory, compare
 
 SLOW_S = 0.01
 
@@ -207,6 +207,25 @@ def test_writes_right_after_step(write: str) -> None:
     harness.run(compare, 2, _written, {name: {**chosen, "delay_s": 0.002} for name, chosen in KEPT.items()}, 0.0, write)
 
 
+def _written_early(new: Factory) -> dict[str, Values]:
+    """Values written between wrapping and the first step, and between a forward and its step, count everywhere."""
+    side = new(lambda: make_model("mlp"), lambda model: make_optimizer("Momentum", model))
+    pretrained = {name: value.numpy() + 0.25 for name, value in side.model.state_dict().items()}
+    side.model.set_state_dict(pretrained)
+    for step in range(3):
+        side.backward(loss_on(side.model, "mlp", step))
+        with paddle.no_grad():
+            side.model.gain.scale_(0.5)
+            side.model.layers[2].weight[0] = 0.125
+        side.step()
+        side.clear_grad()
+    return {"end": side.values()}
+
+
+def test_writes_before_a_step() -> None:
+    harness.run(compare, 2, _written_early, SETTINGS)
+
+
 def _replaced(rank: int, nranks: int, overlap: bool) -> None:
     """What takes the parameter's memory away from its bucket is told so by the next step."""
     model = nn.Linear(24, 24)
@@ -309,8 +328,9 @@ def _inside(rank: int, nranks: int, reshards: bool) -> None:
             with full_parameters(model):
                 _double(model.layers[2].weight)
             _double(model.layers[0].weight)
+            paddle.assign(model.layers[1].weight.numpy() * 2, output=model.layers[1].weight)  # no method of its own
             assert all(buffer.status is Status.READY for buffer in optimizer.buffers)
-        for layer in (plain.layers[2], plain.layers[0]):
+        for layer in plain.layers[:3]:
             _double(layer.weight)
         assert (optimizer.buffers[0].status is Status.SHARDED) == reshards
     with pytest.raises(ZeroDivisionError), full_parameters(model):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
+import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -289,6 +291,25 @@ def test_a_listener_may_go_during_a_backward(original: Any) -> None:
     _loss(lambda: None).backward()
     assert told[2:] == ["b begin", "b end"]
     backward.detach(again)
+
+
+def test_a_listener_may_come_while_the_last_one_is_forgotten(monkeypatch: pytest.MonkeyPatch, original: Any) -> None:
+    old = _Listener()
+    old.on_end = old.begin_backward  # a cycle: only the garbage collector finds it
+    backward.attach(old)
+    del old
+    real_ref = weakref.ref
+
+    def ref_after_collecting(*args: Any) -> Any:
+        gc.collect()
+        return real_ref(*args)
+
+    monkeypatch.setattr(backward, "weakref", types.SimpleNamespace(ref=ref_after_collecting))
+    new = _Listener()
+    backward.attach(new)
+    _loss(lambda: None).backward()
+    assert new.told == ["a begin", "a end"]
+    backward.detach(new)
 
 
 def test_it_survives_somebody_who_wraps_over_it(original: Any) -> None:
