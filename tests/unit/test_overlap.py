@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import paddle
@@ -15,11 +18,27 @@ from hp_sharding.sharding import build
 from tests.fakes import PoisoningPool, SlowLane
 
 N_LAYERS = 10
-LAYER_MS = 10.0
+LAYER_MS = 20.0
 """What the forward of one layer takes, and again its backward. It sleeps, so nobody competes for a core."""
 
 WIDTH = 64
-STEPS = 3
+STEPS = 4
+
+
+ATTEMPTS = 3
+
+
+def _repeated(test: Callable[..., None]) -> Callable[..., None]:
+    """A measurement that other programs disturbed is made again; what is wrong with us is wrong every time."""
+
+    @functools.wraps(test)
+    def attempt(*args: Any, **kwargs: Any) -> None:
+        for _ in range(ATTEMPTS - 1):
+            with contextlib.suppress(AssertionError):
+                return test(*args, **kwargs)
+        return test(*args, **kwargs)
+
+    return attempt
 
 
 class _Sleep(PyLayer):
@@ -95,6 +114,7 @@ SHARE = 0.8
     ],
     ids=["stage 1", "stage 2", "reshard"],
 )
+@_repeated
 def test_communication_hides_behind_compute(settings: dict[str, Any], compute_ms: float) -> None:
     found = _train(SHARE * LAYER_MS, **settings)
     comm_ms = 2 * N_LAYERS * SHARE * LAYER_MS
@@ -103,6 +123,7 @@ def test_communication_hides_behind_compute(settings: dict[str, Any], compute_ms
     assert found.exposed_ms < 0.25 * comm_ms
 
 
+@_repeated
 def test_where_the_link_is_the_slower_side_it_is_never_idle(compute_ms: float) -> None:
     found = _train(2 * LAYER_MS, stage=2, **BOTH)
     comm_ms = 2 * N_LAYERS * 2 * LAYER_MS
@@ -111,6 +132,7 @@ def test_where_the_link_is_the_slower_side_it_is_never_idle(compute_ms: float) -
 
 
 @pytest.mark.parametrize("settings", [{"stage": 1}, {"stage": 2}, {"stage": 2, "reshard_after_step": True}])
+@_repeated
 def test_without_overlap_a_step_takes_the_sum(settings: dict[str, Any], compute_ms: float) -> None:
     found = _train(SHARE * LAYER_MS, **settings)
     comm_ms = 2 * N_LAYERS * SHARE * LAYER_MS
@@ -119,6 +141,7 @@ def test_without_overlap_a_step_takes_the_sum(settings: dict[str, Any], compute_
 
 
 @pytest.mark.parametrize("flag", list(BOTH))
+@_repeated
 def test_each_flag_hides_its_own_half(flag: str, compute_ms: float) -> None:
     found = _train(SHARE * LAYER_MS, stage=2, **{flag: True})
     half_ms = N_LAYERS * SHARE * LAYER_MS
