@@ -87,9 +87,10 @@ def main() -> None:
         "rows": {name: _row(turns, course.turns.get("compute")) for name, turns in course.turns.items()},
         "losses": _compare_losses(course.losses),
     }
-    # They are meant for the whole model and this speed of link.
+    # They are meant for the whole model, this speed of link, and a machine that does nothing else.
     comparable = result["rate_mbit"] == links.RATE_MBIT and not options.quick
-    result["targets"] = _targets(result["rows"]) if comparable else []
+    undisturbed = result["foreign_cpu_share"] <= FOREIGN_LIMIT
+    result["targets"] = _targets(result["rows"]) if comparable and undisturbed else []
     _print(result)
     if options.json:
         print(json.dumps(result))

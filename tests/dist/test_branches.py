@@ -148,6 +148,27 @@ def test_a_collective_of_the_users_between_forward_and_backward(choice: str) -> 
     harness.run(compare, 2, _talks_between, SETTINGS, 0.0, choice, timeout_s=60)
 
 
+def _without_the_model(new: Factory) -> dict[str, Values]:
+    """The layers are called one by one, never the model itself, and not the same ones on both ranks."""
+    side = new(_Branching, _sgd)
+    for step in range(5):
+
+        def loss(rank: int, step: int = step) -> paddle.Tensor:
+            x = side.model.first(_batch(step, rank))
+            for index in [3, 0] if (rank + step) % 2 else []:
+                x = side.model.branches[index](x)
+            return side.model.last(x).square().mean()
+
+        side.backward(loss)
+        side.step()
+        side.clear_grad()
+    return {"end": side.values()}
+
+
+def test_layers_called_without_the_model_around_them() -> None:
+    harness.run(compare, 2, _without_the_model, SETTINGS, timeout_s=60)
+
+
 def _evaluates_unevenly(new: Factory) -> dict[str, Values]:
     """Where parameters are kept, ranks may evaluate as often as they like."""
     side = new(_Branching, _sgd)

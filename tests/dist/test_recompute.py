@@ -90,6 +90,45 @@ def test_a_parameter_in_two_recomputed_blocks(form: bool) -> None:
     harness.run(compare, 2, _train_shared, SETTINGS, 1e-6, form)
 
 
+class _Chain(nn.Layer):
+    """One recomputed layer, as often as asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(SIZE, SIZE)
+        self.shared = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: paddle.Tensor, times: int) -> paddle.Tensor:
+        x = self.first(x)
+        for _ in range(times):
+            x = recompute(self.shared, x, use_reentrant=True)
+        return x.square().mean()
+
+
+def _train_chain(new: Factory, on_ranks: list[int]) -> dict[str, Values]:
+    """In the second of two backwards nobody waits for a layer's second gradient: it comes when the first is sent."""
+    side = new(_Chain, lambda model: make_optimizer("SGD", model))
+    repeats = False
+    for step in range(6):
+        losses = {
+            rank: [side.model(_noise(2 * step + n, rank), 1 + (step > 2 and rank in on_ranks)) for n in (0, 1)]
+            for rank in side.ranks
+        }
+        side.backward(lambda rank, losses=losses: losses[rank][0])
+        side.backward(lambda rank, losses=losses: losses[rank][1])
+        repeats = repeats or (side.sharded and any(side.optimizer._reducer._repeats))
+        side.step()
+        side.clear_grad()
+    if side.sharded and side.optimizer.config.reduce_overlap and len(side.optimizer.buffers) > 1:
+        assert repeats == (side.ranks[0] in on_ranks), "the test does not come to what it is for"
+    return {"end": side.values()}
+
+
+@pytest.mark.parametrize("on_ranks", [[0], [1], [0, 1]])
+def test_a_second_gradient_after_the_first_was_sent(on_ranks: list[int]) -> None:
+    harness.run(compare, 2, _train_chain, SETTINGS, 1e-6, on_ranks)
+
+
 class _Nested(nn.Layer):
     """Recompute inside recompute (Paddle can that in one form only), dropout, a branch that depends on the rank."""
 

@@ -223,6 +223,14 @@ def test_a_write_reaches_a_shard_with_storage_of_its_own(write: str) -> None:
         assert (rig.model.a.weight.numpy() == 7).all()
 
 
+def test_a_write_between_forward_and_step_reaches_the_shard_too() -> None:
+    rig = _after_step(reshard_after_step=True)
+    rig.model(X)
+    assert _a_status(rig) is Status.READY
+    _weight(rig).set_value(np.full([3, 3], 7, "float32"))
+    assert (rig.optimizer.param2bucket["a.weight"][0].slices[0].tensor.numpy() == 7).all()
+
+
 @pytest.mark.parametrize("reshard", [False, True])
 def test_a_write_that_passes_every_guard_is_not_lost_in_silence(reshard: bool) -> None:
     rig = _after_step(reshard_after_step=reshard)

@@ -71,6 +71,25 @@ def test_after_an_exception_training_goes_on(fails: Callable[[nn.Layer, int], No
     assert_same(rig.model, plain)
 
 
+def test_after_an_exception_nobody_thinks_that_a_forward_is_under_way() -> None:
+    """A list of layers has no forward whose beginning would tell."""
+    layers = nn.LayerList([nn.Linear(4, 4, bias_attr=False) for _ in range(3)])
+    rig = shard_task(layers, "SGD", reshard_after_step=True)
+    layers[0](paddle.ones([1, 4])).sum().backward()
+    rig.optimizer.step()
+
+    def fail(*_: Any) -> None:
+        raise _Stop
+
+    layers[0].register_forward_pre_hook(fail)
+    with pytest.raises(_Stop):
+        layers[0](paddle.ones([1, 4]))
+    rig.optimizer.clear_grad()
+    before = len(rig.log)
+    assert layers[2].weight.shape == [4, 4]
+    assert len(rig.log) == before, "looking at a parameter started a gather on this rank alone"
+
+
 def test_an_exception_of_ours_in_a_hook_comes_out_as_itself() -> None:
     rig = shard_task(make_model("mlp"), **BOTH)
 
@@ -160,6 +179,7 @@ def test_a_deep_copy_is_a_plain_model() -> None:
     TASKS["mlp"].run(0, rig.model, rig.optimizer)
     other = copy.deepcopy(rig.model)
     assert schedule_of(other) is None
+    assert other.__dict__["_hp_sharding_schedule"].schedule is None, "a copy of all buckets came along"
     assert schedule_of(rig.model) is rig.optimizer._schedule
     assert_same(other, plain)
     before = len(rig.log)

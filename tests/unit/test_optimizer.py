@@ -160,10 +160,14 @@ def test_a_scheduler_given_to_the_inner_optimizer_is_followed() -> None:
 
 
 @pytest.mark.parametrize(("scale", "divisor"), [("mean", 1), ("sum", 1), (4.0, 4)])
-def test_gradients_are_divided_as_asked(scale: Any, divisor: int) -> None:
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_gradients_are_divided_as_asked(clip: float | None, scale: Any, divisor: int) -> None:
+    def options() -> dict[str, Any]:
+        return {"grad_clip": None if clip is None else nn.ClipGradByGlobalNorm(clip)}
+
     plain = make_model("mlp")
-    optimizer = make_optimizer("SGD", plain)
-    rig = _shard("SGD", gradient_scale=scale)
+    optimizer = make_optimizer("SGD", plain, **options())
+    rig = _shard("SGD", options=options, gradient_scale=scale)
     for number in range(2):
         _backward(plain, number, 1 / divisor)
         _backward(rig.model, number)
@@ -171,7 +175,7 @@ def test_gradients_are_divided_as_asked(scale: Any, divisor: int) -> None:
             one.step()
             one.clear_grad()
     for found, expected in zip(_final(rig.model), _final(plain), strict=True):
-        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_allclose(found, expected, rtol=1e-6 if clip else 0, atol=1e-7 if clip else 0)
 
 
 def test_minimize_is_step() -> None:
@@ -249,15 +253,19 @@ def test_no_sync_restores_what_it_found() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_the_full_gradient_can_be_asked_for(stage: int) -> None:
-    plain, rig = make_model("mlp"), _shard(stage=stage, **BOTH)
+@pytest.mark.parametrize("divisor", [1.0, 4.0])
+def test_the_full_gradient_can_be_asked_for(divisor: float, stage: int) -> None:
+    plain, rig = make_model("mlp"), _shard(stage=stage, gradient_scale=divisor, **BOTH)
     assert rig.optimizer.full_grad(rig.model.gain) is None
     with rig.optimizer.no_sync():
         _backward(rig.model, 0)
-    _backward(plain, 0)
+    _backward(plain, 0, 1 / divisor)
     _check_gradients(rig, plain)
     _backward(rig.model, 1)
-    _backward(plain, 1)
+    _backward(plain, 1, 1 / divisor)
+    _check_gradients(rig, plain)
+    rig.optimizer.clear_grad(set_to_zero=True)
+    plain.clear_gradients()
     _check_gradients(rig, plain)
     rig.optimizer.clear_grad(set_to_zero=False)
     assert rig.optimizer.full_grad(rig.model.gain) is None
@@ -385,8 +393,40 @@ def test_overlap_can_be_switched_by_the_call_of_paddlenlp() -> None:
     assert step(1) == {Status.SYNCING}
     rig.optimizer._set_all_gather_overlap_forward(False)
     assert step(2) == {Status.READY}
+    assert rig.optimizer._schedule.model is rig.model
     with pytest.raises(ConfigError, match="the model that this optimizer was wrapped with"):
         rig.optimizer._set_all_gather_overlap_forward(True, nn.Linear(2, 2))
+
+
+def test_with_reshard_that_call_switches_gathers_ahead_on() -> None:
+    model = nn.Sequential(*[nn.Linear(4, 4, bias_attr=False) for _ in range(3)])
+    rig = wrap(model, make_optimizer("SGD", model), reshard_after_step=True, comm_fusion=False)
+    pending: list[int] = []
+    model[0].register_forward_pre_hook(lambda *_: pending.append(rig.gather.n_pending))
+    for _ in range(3):
+        model(paddle.ones([1, 4])).sum().backward()
+        rig.optimizer.step()
+        rig.optimizer._set_all_gather_overlap_forward(len(pending) > 1, model)
+    assert pending == [0, 0, 1]
+
+
+def test_small_units_share_a_bucket() -> None:
+    assert len(_shard(comm_buffer_size_MB=25).optimizer.buffers) == 1
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_optimizer_over_part_of_the_model_leaves_the_rest_alone(stage: int) -> None:
+    plain, sharded = make_model("mlp"), make_model("mlp")
+    inner = [make_optimizer("AdamW", model, parameters=model.layers[1].parameters()) for model in (plain, sharded)]
+    rig = wrap(sharded, inner[1], stage=stage, **BOTH)
+    assert list(rig.optimizer.param2bucket) == ["layers.1.weight", "layers.1.bias"]
+    for number in range(2):
+        for model, optimizer in ((plain, inner[0]), (sharded, rig.optimizer)):
+            _backward(model, number)
+            optimizer.step()
+            optimizer.clear_grad()
+    assert all(map(np.array_equal, _final(sharded), _final(plain)))
+    assert np.array_equal(sharded.gain.grad.numpy(), plain.gain.grad.numpy())
 
 
 def test_a_memory_report_adds_up() -> None:

@@ -17,7 +17,7 @@ from hp_sharding.config import ShardingConfig
 from hp_sharding.sharding import build
 from tests.fakes import PoisoningPool, SlowLane
 
-N_LAYERS = 10
+N_LAYERS = 8
 LAYER_MS = 20.0
 """What the forward of one layer takes, and again its backward. It sleeps, so nobody competes for a core."""
 
@@ -92,58 +92,63 @@ def _train(comm_ms: float, **settings: Any) -> _Times:
     return _Times(best.step_ms, best.exposed_ms, best.gather_ms, best.reduce_ms)
 
 
-@pytest.fixture(scope="module")
-def compute_ms() -> float:
-    """A step without communication."""
-    measured = _train(0.0).step_ms
-    assert measured >= 2 * N_LAYERS * LAYER_MS
-    return measured
+NOMINAL_MS = 2 * N_LAYERS * LAYER_MS
+"""Compute of a step. A busy machine adds to it, and to every other time here; nothing takes any away."""
+
+
+def _eventually(check: Callable[[float, _Times], bool], comm_ms: float, **settings: Any) -> None:
+    """Asserts that ``check(compute_ms, times)`` holds in one of a few tries, each beside compute alone."""
+    tries = []
+    for _ in range(4):
+        alone, found = _train(0.0), _train(comm_ms, **settings)
+        tries.append((alone.step_ms, found))
+        if check(alone.step_ms, found):
+            return
+    raise AssertionError(f"compute alone, and with communication: {tries}")
 
 
 BOTH: dict[str, Any] = {"allgather_overlap": True, "reduce_overlap": True}
 SHARE = 0.8
 """Communication as a part of the compute that may hide it."""
 
+COMM_MS = SHARE * NOMINAL_MS
+
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"stage": 1, **BOTH},
-        {"stage": 2, **BOTH},
-        {"stage": 2, **BOTH, "reshard_after_step": True},
-    ],
+    [{"stage": 1, **BOTH}, {"stage": 2, **BOTH}, {"stage": 2, **BOTH, "reshard_after_step": True}],
     ids=["stage 1", "stage 2", "reshard"],
 )
-@_repeated
-def test_communication_hides_behind_compute(settings: dict[str, Any], compute_ms: float) -> None:
-    found = _train(SHARE * LAYER_MS, **settings)
-    comm_ms = 2 * N_LAYERS * SHARE * LAYER_MS
-    assert found.gather_ms + found.reduce_ms >= comm_ms, "else there was nothing to hide"
-    assert found.step_ms < 1.25 * max(compute_ms, comm_ms)
-    assert found.exposed_ms < 0.25 * comm_ms
+def test_communication_hides_behind_compute(settings: dict[str, Any]) -> None:
+    def hides(compute_ms: float, found: _Times) -> bool:
+        assert found.gather_ms + found.reduce_ms >= COMM_MS, "else there was nothing to hide"
+        return found.step_ms < 1.25 * max(compute_ms, COMM_MS) and found.exposed_ms < 0.25 * COMM_MS
+
+    _eventually(hides, SHARE * LAYER_MS, **settings)
 
 
-@_repeated
-def test_where_the_link_is_the_slower_side_it_is_never_idle(compute_ms: float) -> None:
-    found = _train(2 * LAYER_MS, stage=2, **BOTH)
-    comm_ms = 2 * N_LAYERS * 2 * LAYER_MS
-    assert found.step_ms < 1.25 * comm_ms
-    assert found.step_ms > comm_ms
+def test_where_the_link_is_the_slower_side_it_is_never_idle() -> None:
+    def is_busy(compute_ms: float, found: _Times) -> bool:
+        assert found.step_ms > 2 * NOMINAL_MS
+        return found.step_ms < 1.25 * 2 * NOMINAL_MS
+
+    _eventually(is_busy, 2 * LAYER_MS, stage=2, **BOTH)
 
 
 @pytest.mark.parametrize("settings", [{"stage": 1}, {"stage": 2}, {"stage": 2, "reshard_after_step": True}])
-@_repeated
-def test_without_overlap_a_step_takes_the_sum(settings: dict[str, Any], compute_ms: float) -> None:
+def test_without_overlap_a_step_takes_the_sum(settings: dict[str, Any]) -> None:
     found = _train(SHARE * LAYER_MS, **settings)
-    comm_ms = 2 * N_LAYERS * SHARE * LAYER_MS
-    assert found.step_ms > 0.85 * (compute_ms + comm_ms)
-    assert found.exposed_ms > 0.85 * comm_ms
+    assert found.step_ms > 0.85 * (NOMINAL_MS + COMM_MS)
+    assert found.exposed_ms > 0.85 * COMM_MS
 
 
 @pytest.mark.parametrize("flag", list(BOTH))
-@_repeated
-def test_each_flag_hides_its_own_half(flag: str, compute_ms: float) -> None:
-    found = _train(SHARE * LAYER_MS, stage=2, **{flag: True})
-    half_ms = N_LAYERS * SHARE * LAYER_MS
-    assert compute_ms + 0.85 * half_ms < found.step_ms < 1.25 * (compute_ms + half_ms)
-    assert 0.85 * half_ms < found.exposed_ms < 1.4 * half_ms
+def test_each_flag_hides_its_own_half(flag: str) -> None:
+    half_ms = COMM_MS / 2
+
+    def hides_half(compute_ms: float, found: _Times) -> bool:
+        assert found.step_ms > NOMINAL_MS + 0.85 * half_ms
+        assert found.exposed_ms > 0.85 * half_ms
+        return found.step_ms < 1.25 * (compute_ms + half_ms) and found.exposed_ms < 1.4 * half_ms
+
+    _eventually(hides_half, SHARE * LAYER_MS, stage=2, **{flag: True})

@@ -147,6 +147,15 @@ def test_gathers_follow_the_order_of_first_use_from_the_first_step_on() -> None:
     assert rig.optimizer._schedule.learned_gather_order is None
 
 
+def test_an_order_of_gathers_is_published_though_that_of_reductions_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reducer, "_learn_order", lambda reducer: None)
+    rig = shard_task(make_odd(), comm_fusion=False, **BOTH)
+    before = rig.optimizer._schedule.gather_order
+    TASKS["odd"].run(0, rig.model, rig.optimizer)
+    assert rig.optimizer._schedule.gather_order != before
+    assert rig.gather.labels("broadcast") == ["bucket order"]
+
+
 def test_unused_and_frozen_parameters_are_never_gathered_again() -> None:
     job = TASKS["odd"]
     rig = shard_task(make_odd(), comm_fusion=False, **BOTH)
@@ -191,6 +200,8 @@ def test_gathers_that_no_layer_asked_for_start_at_the_end_of_the_forward() -> No
     TASKS["odd"].run(0, rig.model, rig.optimizer)
     rig.model(odd_batch(1))
     assert len(rig.gather.labels("all_gather")) == len(rig.optimizer.buffers)
+    rig.optimizer.step()
+    assert _status(rig) == {Status.SHARDED}
 
 
 def test_evaluation_uses_the_new_values_and_reduces_nothing() -> None:
@@ -234,6 +245,31 @@ def test_reductions_start_under_the_backward_or_after_it() -> None:
         n_buckets = len(rig.optimizer.buffers)
         assert started == ([n_buckets - n_buckets // 4] if overlap else [0])
         assert len(rig.reduce.labels("reduce_scatter")) == n_buckets
+
+
+def test_after_a_step_no_reduction_is_under_way() -> None:
+    """That of an unused layer included, which stands last once the order is learned, and which nobody updates."""
+    layers = nn.LayerList([nn.Linear(4, 4, bias_attr=False) for _ in range(2)])
+    rig = shard_task(layers, "SGD", **BOTH)
+    for step in range(2):
+        layers[0](paddle.ones([1, 4])).sum().backward()
+        order = [label[0] for label in rig.reduce.labels("reduce_scatter")]
+        assert order[2 * step :] == (["1", "0"] if step == 0 else ["0", "1"])
+        rig.optimizer.step()
+        assert rig.reduce.n_pending == 0
+
+
+def test_tied_parameters_stand_last_from_the_beginning() -> None:
+    rig = shard_task(_tied(), "SGD", comm_fusion=False)
+    order = [rig.optimizer.buffers[bucket].name for bucket in rig.optimizer._reducer.order]
+    assert order == ["4:last.bias", "3:middle.bias", "1:first.bias", "0:first.weight", "2:middle.weight"]
+
+
+def _tied() -> nn.Layer:
+    model = nn.Layer()
+    model.first, model.middle, model.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+    model.last.weight = model.middle.weight
+    return model
 
 
 def test_nothing_is_launched_early_that_may_get_another_gradient() -> None:
