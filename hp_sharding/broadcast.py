@@ -33,7 +33,7 @@ def broadcast_state(model: paddle.nn.Layer, communicator: Communicator) -> None:
 
     Args:
         model: built in the same way on every rank.
-        communicator: must carry the dtypes at hand, as Gloo does.
+        communicator: must carry the dtypes at hand.
 
     Raises:
         ConfigError: see ``check_state_exists``; before anything is sent.

@@ -38,11 +38,11 @@ def create_communicators(
         return {name: LocalCommunicator(name, members) for name in names}
     device = paddle.get_device()
     if device != "cpu":
-        raise ConfigError(f"communicators for {device} are not there yet: only CPU (Gloo) is; set_device('cpu')")
+        raise ConfigError(f"communicators for {device} are not there yet: only CPU is; set_device('cpu')")
     # Not for one rank: what these modules need of Paddle is missing where it was built without distributed support.
-    from .group import GlooGroup
+    from .group import TcpGroup
 
-    return dict(GlooGroup(members, me, names, timeout_s=timeout_s).communicators)
+    return dict(TcpGroup(members, me, names, timeout_s=timeout_s).communicators)
 
 
 def close_all() -> None:

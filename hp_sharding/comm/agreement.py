@@ -1,7 +1,7 @@
-"""What the members of a group must agree on before and after they touch Gloo.
+"""What the members of a group must agree on before and after they send each other data.
 
-Gloo itself gives up 30 s after it was entered, for good, and does not say whom it waited for. So a lane enters it only
-when the *tokens* of all members say that they have reached the same collective, and leaves the group by agreement:
+A stream of bytes does not say what it is. So a lane begins a collective only when the *tokens* of all members say that
+they have reached the same one, which also tells whom one waits for; and it leaves the group by agreement:
 
 1. Whoever wants to leave a lane stops entering collectives and tells the others the last one that it has entered.
 2. Everyone who hears that does the same at once, wherever its script is.
@@ -163,7 +163,7 @@ class Agreement:
             ledger.listener.drop_after(-1, cause)
 
     def cause_of(self, error: Exception, timeout_s: float) -> Cause:
-        """Why a transfer failed: Gloo does not say whose fault it is, but a dead or a silent member tells.
+        """Why a transfer failed: a connection does not say whose fault it is, but a dead or a silent member tells.
 
         Blocks for up to ``timeout_s``; not for the thread that calls ``hear``.
         """
@@ -171,7 +171,7 @@ class Agreement:
         with self._lock:
             if self.broken is not None:
                 return self.broken
-        text = f"the transfer failed: {_gist(error)}"
+        text = f"the transfer failed: {str(error) or repr(error)}"
         if silent:
             return Cause(f"{_names(silent)} does not answer: stopped, or cut off; {text}", silent[0])
         return Cause(text)
@@ -206,7 +206,7 @@ class Agreement:
             self._settle(lane)
 
     def await_quiet(self, lane: str, *, answer_s: float, flight_s: float) -> bool:
-        """After ``leave``: blocks until no member will touch Gloo on this lane again.
+        """After ``leave``: blocks until no member will send or receive on this lane again.
 
         Args:
             lane: the lane.
@@ -320,12 +320,6 @@ class Agreement:
 
 def _names(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"each of ranks {ranks}"
-
-
-def _gist(error: Exception) -> str:
-    """What an error says, without the stack that Paddle puts before it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if not line.startswith("[Hint")), repr(error))
 
 
 def _whole(value: object) -> int:

@@ -13,21 +13,20 @@ from collections.abc import Sequence
 
 from ..errors import ConfigError
 from .agreement import Agreement, Cause
-from .edges import EdgePlan, Ways, give_back, idle_group_ids
-from .gloo import GlooCommunicator
-from .links import GlooLinks
+from .links import TcpLinks
 from .peers import Door, Peers
-from .rendezvous import Meeting, exchange, host_address
+from .rendezvous import exchange, host_address
+from .tcp import TcpCommunicator
 
 _log = logging.getLogger("hp_sharding")
 # At the end: for the others' last word, and for what is in flight.
 _ANSWER_S = 10.0
 _FLIGHT_S = 40.0
 _JOIN_S = 2.0
-_groups: list[GlooGroup] = []
+_groups: list[TcpGroup] = []
 
 
-class GlooGroup:
+class TcpGroup:
     """The lanes of one call of ``create_communicators``: they share control connections and fail together.
 
     Args:
@@ -44,15 +43,14 @@ class GlooGroup:
         self._closing = threading.Lock()
         self._closed: set[str] = set()
         self._pid = os.getpid()
-        self._peers = Peers(ranks, me, host=host_address(), key=secrets.token_bytes(32))
+        self._peers = Peers(ranks, me, lanes=list(lanes), host=host_address(), key=secrets.token_bytes(32))
         self._agreement = Agreement(ranks, me, self._peers.tell)
         try:
-            ways = self._meet(list(lanes), time.monotonic() + timeout_s)
+            self._meet(list(lanes), time.monotonic() + timeout_s)
         except BaseException:
             self._peers.close()
             raise
-        self._ways = dict(zip(lanes, ways, strict=True))
-        self.communicators = {lane: self._make_lane(lane, each) for lane, each in self._ways.items()}
+        self.communicators = {lane: self._make_lane(lane) for lane in lanes}
         self._peers.watch(self._agreement, self._check_overdue)
         for communicator in self.communicators.values():
             communicator.start()
@@ -71,11 +69,9 @@ class GlooGroup:
             self._closed.add(lane)
             is_last = len(self._closed) == len(self.communicators)
         self._agreement.leave([lane], Cause(f"rank {self._me} has closed the lane", self._me))
-        is_clean = self._agreement.await_quiet(lane, answer_s=_ANSWER_S, flight_s=_FLIGHT_S)
+        self._agreement.await_quiet(lane, answer_s=_ANSWER_S, flight_s=_FLIGHT_S)
         if not self.communicators[lane].join(_JOIN_S):
-            _log.warning("rank %d: lane %r is stuck inside Gloo and was abandoned", self._me, lane)
-        elif is_clean:
-            give_back(self._ways[lane])
+            _log.warning("rank %d: a transfer on lane %r does not end and was abandoned", self._me, lane)
         if is_last:
             self._peers.close()
             if self in _groups:
@@ -85,15 +81,8 @@ class GlooGroup:
         """False in a process that was forked from the one that made the group."""
         return self._pid == os.getpid()
 
-    def _meet(self, lanes: list[str], deadline_s: float) -> list[Ways]:
-        position = self._ranks.index(self._me)
-        before, following = self._ranks[position - 1], self._ranks[(position + 1) % len(self._ranks)]
-        mine = {
-            "door": self._peers.door,
-            "lanes": lanes,
-            "spare_to_next": idle_group_ids(self._me, following),
-            "spare_from_before": idle_group_ids(before, self._me),
-        }
+    def _meet(self, lanes: list[str], deadline_s: float) -> None:
+        mine = {"door": self._peers.door, "lanes": lanes}
         everyone = exchange(mine, ranks=self._ranks, me=self._me, timeout_s=self._timeout_s)
         for peer, theirs in everyone.items():
             if theirs["lanes"] != lanes:
@@ -102,20 +91,14 @@ class GlooGroup:
                     f"{theirs['lanes']}; all must ask for the same"
                 )
         self._peers.connect({peer: Door(*theirs["door"]) for peer, theirs in everyone.items()}, deadline_s)
-        plan = EdgePlan(len(lanes), self._me, self._timeout_s)
-        meetings = plan.open(following, everyone[following]["spare_from_before"])
-        self._peers.write_to(following, [list(meeting) for meeting in meetings])
-        invitations = self._peers.read_from(before, deadline_s)
-        plan.join(before, everyone[before]["spare_to_next"], [Meeting(*each) for each in invitations])
-        return plan.carry_out(deadline_s)
 
-    def _make_lane(self, lane: str, ways: Ways) -> GlooCommunicator:
-        return GlooCommunicator(
+    def _make_lane(self, lane: str) -> TcpCommunicator:
+        return TcpCommunicator(
             lane,
             self._ranks,
             self._me,
             agreement=self._agreement,
-            links=GlooLinks(f"hp_sharding-{lane}", ways.to_next.group, ways.from_before.group),
+            links=TcpLinks(f"hp_sharding-{lane}", self._peers.take_ways(lane)),
             timeout_s=self._timeout_s,
             close=self.close,
         )
@@ -127,7 +110,7 @@ class GlooGroup:
             self._agreement.break_off(Cause(text))
 
 
-def _register(group: GlooGroup) -> None:
+def _register(group: TcpGroup) -> None:
     if not _groups:
         # Children of multiprocessing run only its own finalizers, scripts run both; the second finds nothing to do.
         atexit.register(close_all)

@@ -1,20 +1,27 @@
-"""Moves bytes to the next rank of a ring and from the one before, over two-rank Gloo groups.
+"""Moves bytes to the next rank of a ring and from the one before, over one TCP connection in each direction.
 
-Paddle's Gloo groups do their work inside the call, and number their messages by a counter for each group and rank. So
-each directed edge of the ring has a group of its own, used in that one direction, by one thread at a time.
+Not over Gloo, which Paddle uses on CPU: it gives up after 30 s, for good, at times with the whole process; its groups
+are never freed; and it wakes a thread for every segment that comes in. On one core a rank those wake-ups slow the
+compute more than the copying does. Here a thread sleeps in the kernel until a good part of a message has come.
 """
 
 from __future__ import annotations
 
+import contextlib
+import select
+import socket
 import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol
-
-import paddle
+from typing import NamedTuple, Protocol
 
 from .memory import Bytes
+
+# What has to be there before a receiver is woken, where as much is expected. At 1 Gbit/s that is once in 2 ms.
+_WAKE_BYTES = 256 << 10
+# What the kernel hands over at a time: there is no use in waiting for less.
+_SEGMENT_BYTES = 64 << 10
 
 
 class Transfer:
@@ -66,7 +73,7 @@ class _Pump(threading.Thread):
     """Carries out the transfers of one edge, one after the other."""
 
     def __init__(self, name: str, move: Callable[[Bytes], None]) -> None:
-        # A daemon, so that a thread stuck inside Gloo cannot keep the interpreter from ending.
+        # A daemon, so that a thread stuck in a transfer cannot keep the interpreter from ending.
         super().__init__(name=name, daemon=True)
         self._move = move
         self._orders: SimpleQueue[_Order | None] = SimpleQueue()
@@ -88,7 +95,7 @@ class _Pump(threading.Thread):
             transfer.end(error)
 
     def _carry_out(self, order: _Order) -> BaseException | None:
-        # The messages of an edge are numbered: after one has failed no later one can find its partner.
+        # After a message that broke off, nobody knows where the next one begins.
         if self._error is None:
             try:
                 if order.after is not None:
@@ -99,18 +106,26 @@ class _Pump(threading.Thread):
         return self._error
 
 
-class GlooLinks:
-    """Links over two Gloo groups of two ranks each.
+class Ways(NamedTuple):
+    """What one lane needs: a connection to the next rank of the ring and one from the rank before."""
+
+    to_next: socket.socket
+    from_before: socket.socket
+
+
+class TcpLinks:
+    """Links over two connected sockets, which are closed with it.
 
     Args:
         name: begins the names of the threads.
-        send_group: this rank (0 in it) and the next.
-        recv_group: the rank before (0 in it) and this one.
+        ways: the connections; each is used in one direction.
     """
 
-    def __init__(self, name: str, send_group: Any, recv_group: Any) -> None:
-        self._send_group = send_group
-        self._recv_group = recv_group
+    def __init__(self, name: str, ways: Ways) -> None:
+        self._ways = ways
+        self._wake_bytes = 1
+        self._arrival = select.poll()
+        self._arrival.register(ways.from_before, select.POLLIN)
         self._sender = _Pump(f"{name}-send", self.send)
         self._receiver = _Pump(f"{name}-recv", self.recv)
         self._sender.start()
@@ -126,11 +141,24 @@ class GlooLinks:
 
     def send(self, data: Bytes) -> None:
         """See ``Links``."""
-        self._send_group.send(paddle.from_dlpack(data), 1, True)
+        self._ways.to_next.sendall(data)
 
     def recv(self, data: Bytes) -> None:
         """See ``Links``."""
-        self._recv_group.recv(paddle.from_dlpack(data), 0, True)
+        rest = data.data
+        while rest:
+            self._await_arrival(len(rest))
+            nbytes = self._ways.from_before.recv_into(rest)
+            if nbytes == 0:
+                raise ConnectionResetError("the rank before has closed the connection")
+            rest = rest[nbytes:]
+
+    def cut(self) -> None:
+        """Ends what is under way, with an error, from any thread; nothing can be sent or received any more."""
+        for way in self._ways:
+            # A close would let go of the descriptor under a thread that uses it; this wakes that thread.
+            with contextlib.suppress(OSError):
+                way.shutdown(socket.SHUT_RDWR)
 
     def stop(self) -> None:
         """Lets the threads end after what has been ordered."""
@@ -138,7 +166,21 @@ class GlooLinks:
         self._receiver.stop()
 
     def join(self, deadline_s: float) -> bool:
-        """Waits for the threads to end, until a time of ``time.monotonic``; False if one is still inside Gloo."""
+        """Waits for the threads to end, until a time of ``time.monotonic``; False if one is still at work."""
         for pump in (self._sender, self._receiver):
             pump.join(max(0.0, deadline_s - time.monotonic()))
-        return not (self._sender.is_alive() or self._receiver.is_alive())
+        if self._sender.is_alive() or self._receiver.is_alive():
+            return False
+        for way in self._ways:
+            way.close()
+        return True
+
+    def _await_arrival(self, expected_bytes: int) -> None:
+        """Returns when there is something to receive, or if much is expected, a good part of it."""
+        wake_bytes = min(expected_bytes, _WAKE_BYTES) if expected_bytes > _SEGMENT_BYTES else 1
+        if wake_bytes != self._wake_bytes:
+            self._ways.from_before.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
+            self._wake_bytes = wake_bytes
+        if wake_bytes > 1:
+            # ``recv_into`` itself would take what little there is and then wait for that much once more.
+            self._arrival.poll()

@@ -1,6 +1,7 @@
-"""Control connections: one to each other member of a group, and one thread that listens to all of them.
+"""The connections of one rank: a control line to each other member of its group, and the ways of each lane's ring.
 
-They carry what Gloo cannot say: that a rank has reached a collective, that it leaves, that it is gone.
+Lines say that a rank has reached a collective, that it leaves, that it is gone; one thread listens to all of them. Ways
+carry the data. Whoever calls proves first that it knows the key of the rank that it calls.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import weakref
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from ..errors import CommError
 from .agreement import Message
+from .links import Ways
 from .rendezvous import free_port
 
 _log = logging.getLogger("hp_sharding")
@@ -64,14 +66,19 @@ class _Line:
 
 
 class Peers:
-    """The lines to all other members.
+    """The connections to all other members.
 
-    Create it, hand ``door`` to the others, then ``connect``, then ``watch``.
+    Create it, hand ``door`` to the others, then ``connect``, ``take_ways`` for each lane, and ``watch``.
     """
 
-    def __init__(self, ranks: tuple[int, ...], me: int, *, host: str, key: bytes) -> None:
+    def __init__(self, ranks: tuple[int, ...], me: int, *, lanes: list[str], host: str, key: bytes) -> None:
+        position = ranks.index(me)
         self._ranks = ranks
         self._me = me
+        self._before, self._next = ranks[position - 1], ranks[(position + 1) % len(ranks)]
+        self._lanes = lanes
+        self._to_next: dict[str, socket.socket] = {}
+        self._from_before: dict[str, socket.socket] = {}
         self._lines: dict[int, _Line] = {}
         self._reasons: dict[int, str] = {}
         self._listener = _listen(host, key)
@@ -81,7 +88,7 @@ class Peers:
         _alive.add(self)
 
     def connect(self, doors: dict[int, Door], deadline_s: float) -> None:
-        """Opens a line to every member: the later one in the group calls the earlier one.
+        """Connects with every member: the later one in the group calls the earlier one, and each the next of the ring.
 
         Args:
             doors: every member's door.
@@ -91,50 +98,31 @@ class Peers:
             CommError: somebody could not be reached, or has not called, in time.
         """
         position = self._ranks.index(self._me)
-        ncallers = len(self._ranks) - position - 1
+        calls: list[tuple[int, str | None]] = [(peer, None) for peer in self._ranks[:position]]
+        calls += [(self._next, lane) for lane in self._lanes]
+        ncallers = len(self._ranks) - position - 1 + len(self._lanes)
         threads = [threading.Thread(target=self._receive_calls, args=(ncallers,), daemon=True)]
         threads += [
-            threading.Thread(target=self._call, args=(peer, doors[peer]), daemon=True)
-            for peer in self._ranks[:position]
+            threading.Thread(target=self._call, args=(peer, doors[peer], lane), daemon=True) for peer, lane in calls
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(max(0.1, deadline_s - time.monotonic()))
         self._listener.close()
-        silent = [peer for peer in self._ranks if peer != self._me and peer not in self._lines]
+        silent = self._silent()
         if silent:
             raise CommError(
-                f"rank {self._me} at {self.door.host}:{self.door.port} has no control connection with ranks {silent}"
+                f"rank {self._me} at {self.door.host}:{self.door.port} has no connection with ranks {silent}"
                 f"{self._why(silent)}; set GLOO_SOCKET_IFNAME to the interface that joins the hosts",
                 op="create_communicators",
                 rank=self._me,
                 peer=silent[0],
             )
 
-    def write_to(self, peer: int, message: Any) -> None:
-        """Sends what JSON can say to one member. Before ``watch``."""
-        self._lines[peer].send(json.dumps(message).encode())
-
-    def read_from(self, peer: int, deadline_s: float) -> Any:
-        """Receives what one member has written. Before ``watch``.
-
-        Raises:
-            CommError: nothing has come before ``deadline_s``, or the member is gone.
-        """
-        connection = self._lines[peer].connection
-        try:
-            if connection.poll(max(0.1, deadline_s - time.monotonic())):
-                return json.loads(connection.recv_bytes())
-            reason = "has not answered in time"
-        except (EOFError, OSError) as error:
-            reason = f"is gone: {error!r}"
-        raise CommError(
-            f"rank {peer} {reason} while rank {self._me} created communicators",
-            op="create_communicators",
-            rank=self._me,
-            peer=peer,
-        )
+    def take_ways(self, lane: str) -> Ways:
+        """The lane's own connections, once: who takes them closes them."""
+        return Ways(self._to_next.pop(lane), self._from_before.pop(lane))
 
     def watch(self, hearer: Hearer, tick: Callable[[], None]) -> None:
         """Starts the thread that hands every message to ``hearer`` and calls ``tick`` about twice a second."""
@@ -159,28 +147,44 @@ class Peers:
             self._watcher.join(2 * _TICK_S)
         for line in self._lines.values():
             line.connection.close()
+        for way in (*self._to_next.values(), *self._from_before.values()):
+            way.close()
 
-    def _call(self, peer: int, door: Door) -> None:
+    def _silent(self) -> list[int]:
+        """The members without whom something is missing."""
+        silent = [peer for peer in self._ranks if peer != self._me and peer not in self._lines]
+        for peer, ways in ((self._next, self._to_next), (self._before, self._from_before)):
+            if len(ways) < len(self._lanes) and peer not in silent:
+                silent.append(peer)
+        return silent
+
+    def _call(self, peer: int, door: Door, lane: str | None) -> None:
         try:
             connection = Client((door.host, door.port), family="AF_INET", authkey=bytes.fromhex(door.key_hex))
-            connection.send_bytes(json.dumps(self._me).encode())
+            connection.send_bytes(json.dumps([self._me, lane]).encode())
         except (OSError, EOFError, AuthenticationError) as error:
             self._reasons[peer] = f"{door.host}:{door.port}: {error!r}"
-        else:
+            return
+        if lane is None:
             self._lines[peer] = _Line(connection)
+        else:
+            self._to_next[lane] = _bare_socket(connection)
 
     def _receive_calls(self, ncalls: int) -> None:
         while ncalls > 0:
             try:
                 connection = self._listener.accept()
-                peer = json.loads(connection.recv_bytes())
+                peer, lane = json.loads(connection.recv_bytes())
             except (OSError, EOFError, AuthenticationError) as error:
                 if self._listener_closed():
                     return
                 # A port scanner, or a rank of another job: not one of ours.
                 _log.warning("rank %d turned away a caller that is not of its group: %r", self._me, error)
                 continue
-            self._lines[peer] = _Line(connection)
+            if lane is None:
+                self._lines[peer] = _Line(connection)
+            else:
+                self._from_before[lane] = _bare_socket(connection)
             ncalls -= 1
 
     def _why(self, silent: list[int]) -> str:
@@ -247,6 +251,15 @@ def _duplicate(connection: Connection) -> int:
         alias = borrowed.dup()
         borrowed.detach()
     return alias.detach()
+
+
+def _bare_socket(connection: Connection) -> socket.socket:
+    """The socket below a connection, which is closed; what has gone through it before was small and answered."""
+    way = socket.socket(fileno=_duplicate(connection))
+    connection.close()
+    # The last bytes of a message shall not wait for the acknowledgement of those before.
+    way.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return way
 
 
 def _shut_down(connection: Connection) -> None:

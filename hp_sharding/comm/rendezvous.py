@@ -1,14 +1,13 @@
 """How ranks find each other without treading on other groups.
 
 Paddle gives every Gloo group the same store and keys that hold no more than the rank inside the group, so two groups
-made at about the same time read each other's addresses. Here each Gloo group gets a store of its own. Its address is
-published in the default store, under a key that no other group has.
+made at about the same time read each other's addresses. Here each gets a store of its own, whose address is published
+in the default store, under a key that no other group has. Our own communicators meet in the default store, likewise.
 """
 
 from __future__ import annotations
 
 import fcntl
-import itertools
 import json
 import os
 import random
@@ -18,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import paddle
 from paddle.base import core
@@ -31,10 +30,6 @@ _PORTS = range(15000, 32000)
 _POLL_S = 0.02
 # The store counts in 64-bit numbers.
 _BITS = 32
-# Paddle's own groups are numbered from zero.
-_FIRST_GROUP_ID = 10_000_000
-_GROUP_IDS_PER_RANK = 10_000
-_groups_opened = itertools.count()
 _rendezvous_counts: Counter[tuple[int, ...]] = Counter()
 _paddle_group_counts: Counter[str] = Counter()
 
@@ -84,36 +79,6 @@ def free_port() -> int:
                 continue
             return port
     raise CommError(f"no free TCP port found between {_PORTS.start} and {_PORTS.stop}")
-
-
-class Meeting(NamedTuple):
-    """Where the two members of an edge meet, and the number of their Gloo group."""
-
-    host: str
-    port: int
-    group_id: int
-
-
-def open_meeting(me: int, timeout_s: float) -> tuple[Any, Meeting]:
-    """Opens a store for one Gloo group and says where it is. Returns at once, before anybody has connected."""
-    meeting = Meeting(host_address(), free_port(), _new_group_id(me))
-    # With a world size of one the master does not block until the other member has come.
-    return core.TCPStore("127.0.0.1", meeting.port, True, 1, _whole_seconds(timeout_s)), meeting
-
-
-def join_meeting(meeting: Meeting, timeout_s: float) -> Any:
-    """Connects to a store that another rank has opened before (a try that is refused costs 3 s)."""
-    return core.TCPStore(meeting.host, meeting.port, False, 1, _whole_seconds(timeout_s))
-
-
-def make_group(store: Any, meeting: Meeting, rank: int) -> Any:
-    """Makes a Gloo process group of two over a store that no other group uses. Returns when both have come."""
-    return core.ProcessGroupGloo.create(store, rank, 2, meeting.group_id)
-
-
-def _new_group_id(me: int) -> int:
-    """A number that is new in every process. Paddle makes it part of its keys, so the members must use the same."""
-    return _FIRST_GROUP_ID + me * _GROUP_IDS_PER_RANK + next(_groups_opened) % _GROUP_IDS_PER_RANK
 
 
 def exchange(mine: dict[str, Any], *, ranks: tuple[int, ...], me: int, timeout_s: float) -> dict[int, dict[str, Any]]:

@@ -16,7 +16,7 @@ from .links import Links, Transfer
 from .memory import Bytes
 from .sums import Adder, Array
 
-# Gloo gives up on a message after 30 s: a piece must get through in that time on a slow link, several hops behind.
+# A piece is passed on, or added up, when all of it has come.
 MAX_PIECE_BYTES = 8 << 20
 # Every piece costs the wake-up of some threads, so there are no more than overlap needs. What is added up goes in two
 # or more, small enough to keep a lane's scratch at 12 MB; between two ranks, where no later hop waits, at half the

@@ -53,7 +53,8 @@ def _one_is_killed(rank: int, nranks: int, in_transfer: bool) -> list[Seen]:
         if in_transfer:
             for _ in range(50):
                 lanes["reduce"].reduce_scatter(shard, full, label="blocks.3")
-            time.sleep(0.1)
+        # The others shall have started theirs, which is to fail in ``wait``.
+        time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
     works = [lanes["reduce"].reduce_scatter(shard, full, label="blocks.3") for _ in range(50 if in_transfer else 1)]
     works.append(lanes["gather"].all_gather(full, shard, label="blocks.0"))
@@ -103,7 +104,7 @@ def _one_is_late(rank: int, nranks: int, late_s: float, timeout_s: float) -> flo
 
 
 @pytest.mark.slow
-def test_a_peer_later_than_gloos_own_limit_is_waited_for() -> None:
+def test_a_peer_later_than_the_limit_of_gloo_is_waited_for() -> None:
     outcomes = harness.run(_one_is_late, 3, 35.0, 120.0, fresh=True, timeout_s=80)
     for outcome in outcomes:
         assert outcome.error is None, outcome.error
@@ -248,6 +249,33 @@ def test_leaving_drops_a_chain_over_lanes_and_nothing_else() -> None:
         assert [text.partition("failed: ")[2].partition(":")[0] for text in outcome.result] == ["rank 0 has left"] * 2
 
 
+def _one_stops_in_a_transfer(rank: int, nranks: int) -> Seen:
+    lanes = _lanes(nranks, timeout_s=3.0)
+    pids = paddle.zeros([nranks], "int64")
+    lanes["gather"].all_gather(pids, paddle.to_tensor([os.getpid()])).wait()
+    shard, full = paddle.zeros([4_000_000]), paddle.zeros([4_000_000 * nranks])
+    works = [lanes["reduce"].reduce_scatter(shard, full, label="blocks.3") for _ in range(200)]
+    begin_s = time.monotonic()
+    if rank == 0:
+        works[1].wait()
+        os.kill(int(pids[1]), signal.SIGSTOP)
+    try:
+        return _seen(works[-1].wait, begin_s)
+    finally:
+        if rank == 0:
+            os.kill(int(pids[1]), signal.SIGCONT)
+
+
+def test_a_rank_that_stops_in_a_transfer_is_given_up_and_ends_in_order_when_it_goes_on() -> None:
+    outcomes = harness.run(_one_stops_in_a_transfer, 2, fresh=True, timeout_s=40)
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.error
+        assert outcome.returncode == 0, outcome.output
+        assert outcome.result.after_s < 3.0 + NOTICE_S
+        assert outcome.exit_s < NOTICE_S
+    assert "3 s" in outcomes[0].result.text
+
+
 def _close_and_create_again(rank: int, nranks: int) -> list[int]:
     found = []
     for repeat in range(6):
@@ -263,7 +291,7 @@ def _close_and_create_again(rank: int, nranks: int) -> list[int]:
     return found
 
 
-def test_closing_leaks_nothing_and_edges_are_used_again() -> None:
+def test_closing_leaks_nothing() -> None:
     for found in harness.run(_close_and_create_again, 2):
         assert found[-1] <= found[1] + 2, found
 

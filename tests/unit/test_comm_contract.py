@@ -1,7 +1,7 @@
 """What every communicator must do, whatever it is made of.
 
 Each check takes one rank's lanes, at least ``"one"`` and ``"two"``, over the same ranks, and is called on all of them
-at once. Here the checks run over a group of one; ``tests/dist/test_comm_gloo.py`` runs them over more.
+at once. Here the checks run over a group of one; ``tests/dist/test_comm_tcp.py`` runs them over more.
 """
 
 from __future__ import annotations

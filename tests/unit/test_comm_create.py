@@ -18,6 +18,7 @@ from hp_sharding.comm.peers import Peers
 from hp_sharding.errors import CommError, ConfigError
 
 RANKS = (3, 5, 8)
+LANES = ["gather", "reduce"]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ class Ear:
 
 
 def _connected(deadline_s: float = 10.0) -> tuple[dict[int, Peers], dict[int, Ear]]:
-    everyone = {rank: Peers(RANKS, rank, host="127.0.0.1", key=bytes([rank])) for rank in RANKS}
+    everyone = {rank: Peers(RANKS, rank, lanes=LANES, host="127.0.0.1", key=bytes([rank])) for rank in RANKS}
     doors = {rank: peers.door for rank, peers in everyone.items()}
     until_s = time.monotonic() + deadline_s
     threads = [threading.Thread(target=peers.connect, args=(doors, until_s)) for peers in everyone.values()]
@@ -104,8 +105,6 @@ def _wait_for(condition: Any) -> None:
 
 def test_everyone_hears_everyone_and_who_has_gone() -> None:
     everyone, ears = _connected()
-    everyone[8].write_to(3, {"hello": 1})
-    assert everyone[3].read_from(8, time.monotonic() + 5) == {"hello": 1}
     for rank, peers in everyone.items():
         peers.watch(ears[rank], lambda: None)
     for rank, peers in everyone.items():
@@ -133,8 +132,8 @@ def test_a_message_that_makes_no_sense_counts_as_a_loss() -> None:
 
 
 def test_who_does_not_know_the_key_is_turned_away() -> None:
-    first = Peers((0, 1), 0, host="127.0.0.1", key=b"secret")
-    second = Peers((0, 1), 1, host="127.0.0.1", key=b"other")
+    first = Peers((0, 1), 0, lanes=[], host="127.0.0.1", key=b"secret")
+    second = Peers((0, 1), 1, lanes=[], host="127.0.0.1", key=b"other")
     thread = threading.Thread(target=first.connect, args=({1: second.door}, time.monotonic() + 10))
     thread.start()
     with pytest.raises((AuthenticationError, EOFError, OSError)):
@@ -147,23 +146,40 @@ def test_who_does_not_know_the_key_is_turned_away() -> None:
     second.close()
 
 
+def test_every_lane_has_ways_of_its_own_round_the_ring() -> None:
+    everyone, _ = _connected()
+    ways = {(rank, lane): peers.take_ways(lane) for rank, peers in everyone.items() for lane in LANES}
+    for (rank, lane), way in ways.items():
+        way.to_next.sendall(f"{lane} from {rank}".encode())
+    for rank, following in zip(RANKS, (*RANKS[1:], RANKS[0]), strict=True):
+        for lane in LANES:
+            assert ways[following, lane].from_before.recv(100) == f"{lane} from {rank}".encode()
+    for peers in everyone.values():
+        peers.close()
+    for way in ways.values():
+        for end in way:
+            end.close()
+
+
 def test_who_cannot_be_reached_is_named() -> None:
-    alone = Peers((0, 1, 2), 1, host="127.0.0.1", key=b"a")
-    gone = Peers((0, 1, 2), 0, host="127.0.0.1", key=b"b")
+    alone = Peers((0, 1, 2), 1, lanes=["gather"], host="127.0.0.1", key=b"a")
+    gone = Peers((0, 1, 2), 0, lanes=["gather"], host="127.0.0.1", key=b"b")
     gone.close()
-    with pytest.raises(CommError, match=r"no control connection with ranks \[0, 2\]") as caught:
-        alone.connect({0: gone.door, 1: alone.door}, time.monotonic() + 0.5)
+    doors = {0: gone.door, 1: alone.door, 2: gone.door}
+    with pytest.raises(CommError, match=r"no connection with ranks \[0, 2\]") as caught:
+        alone.connect(doors, time.monotonic() + 0.5)
     assert f"127.0.0.1:{gone.door.port}" in str(caught.value)
     assert caught.value.peer == 0
     alone.close()
 
 
-def test_a_peer_that_says_nothing_is_named() -> None:
-    everyone, _ = _connected()
-    with pytest.raises(CommError, match="rank 5 has not answered"):
-        everyone[3].read_from(5, time.monotonic() + 0.1)
-    everyone[5].close()
-    with pytest.raises(CommError, match="rank 5 is gone"):
-        everyone[3].read_from(5, time.monotonic() + 5)
-    for peers in everyone.values():
-        peers.close()
+def test_a_lane_that_one_rank_did_not_call_is_named() -> None:
+    first = Peers((0, 1), 0, lanes=["gather"], host="127.0.0.1", key=b"a")
+    second = Peers((0, 1), 1, lanes=[], host="127.0.0.1", key=b"b")
+    thread = threading.Thread(target=second.connect, args=({0: first.door}, time.monotonic() + 2))
+    thread.start()
+    with pytest.raises(CommError, match=r"no connection with ranks \[1\]"):
+        first.connect({1: second.door}, time.monotonic() + 1)
+    thread.join(5)
+    first.close()
+    second.close()

@@ -1,10 +1,11 @@
-"""The ring algorithms, over fake Gloo groups between threads: every size of ring, small pieces, uneven chunks."""
+"""The ring algorithms, over connections between threads: every size of ring, small pieces, uneven chunks."""
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections.abc import Callable
-from queue import SimpleQueue
 from typing import Any
 from unittest import mock
 
@@ -16,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_sharding.comm import ring
-from hp_sharding.comm.links import GlooLinks
-from hp_sharding.comm.memory import ELEMENT_TYPES
+from hp_sharding.comm.links import TcpLinks, Ways
+from hp_sharding.comm.memory import ELEMENT_TYPES, Bytes
 from hp_sharding.comm.ring import Ring, Span, even_chunks
 from hp_sharding.comm.sums import Adder
 
@@ -25,32 +26,32 @@ Array = npt.NDArray[Any]
 FLOAT32 = Adder(ELEMENT_TYPES[paddle.float32])
 
 
-class FakeEdge:
-    """Like a Gloo group of two used in one direction: a send ends only when its partner receives."""
+class Edge:
+    """A connection from one rank to the next."""
 
     def __init__(self) -> None:
-        self._offers: SimpleQueue[tuple[paddle.Tensor, threading.Event]] = SimpleQueue()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            self.source = socket.create_connection(server.getsockname())
+            self.target, _ = server.accept()
         self.messages: list[int] = []
 
-    def send(self, tensor: paddle.Tensor, to: int, sync_op: bool) -> None:
-        assert (to, sync_op) == (1, True)
-        target, over = self._offers.get(timeout=20)
-        assert target.shape == tensor.shape, "the two ends do not agree on the next message"
-        np.copyto(np.from_dlpack(target), np.from_dlpack(tensor))
-        self.messages.append(tensor.shape[0])
-        over.set()
 
-    def recv(self, tensor: paddle.Tensor, source: int, sync_op: bool) -> None:
-        assert (source, sync_op) == (0, True)
-        over = threading.Event()
-        self._offers.put((tensor, over))
-        assert over.wait(20), "nobody sends"
+class _Links(TcpLinks):
+    """Keeps the sizes of what it sends."""
+
+    def __init__(self, name: str, to_next: Edge, from_before: Edge) -> None:
+        self._sizes = to_next.messages
+        super().__init__(name, Ways(to_next.source, from_before.target))
+
+    def send(self, data: Bytes) -> None:
+        self._sizes.append(len(data))
+        super().send(data)
 
 
-def _on_ring(nranks: int, act: Callable[[Ring], object], edges: list[FakeEdge] | None = None) -> None:
+def _on_ring(nranks: int, act: Callable[[Ring], object], edges: list[Edge] | None = None) -> None:
     """Runs ``act`` as each rank, in threads."""
-    edges = edges if edges is not None else [FakeEdge() for _ in range(nranks)]
-    links = [GlooLinks(f"ring{rank}", edges[rank], edges[rank - 1]) for rank in range(nranks)]
+    edges = edges if edges is not None else [Edge() for _ in range(nranks)]
+    links = [_Links(f"ring{rank}", edges[rank], edges[rank - 1]) for rank in range(nranks)]
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
@@ -68,6 +69,7 @@ def _on_ring(nranks: int, act: Callable[[Ring], object], edges: list[FakeEdge] |
     assert not any(thread.is_alive() for thread in threads), "the ring is stuck"
     for link in links:
         link.stop()
+    assert all(link.join(time.monotonic() + 10) for link in links)
 
 
 def _tiny(piece_bytes: int) -> Any:
@@ -202,7 +204,7 @@ def test_two_ranks_add_a_and_b_whatever_the_order() -> None:
 
 
 def test_no_piece_is_larger_than_the_limit() -> None:
-    edges = [FakeEdge(), FakeEdge()]
+    edges = [Edge(), Edge()]
     numel = (18 << 20) // 4
 
     def act(place: Ring) -> None:
@@ -218,24 +220,44 @@ def test_no_piece_is_larger_than_the_limit() -> None:
     assert sum(edges[0].messages) == (9 + 9 + 18) << 20
 
 
-def test_a_failed_transfer_fails_the_collective() -> None:
-    class Broken(FakeEdge):
-        def recv(self, tensor: paddle.Tensor, source: int, sync_op: bool) -> None:
-            raise OSError("the cable is out")
-
+@pytest.mark.parametrize("end", ["close", "cut"])
+def test_a_failed_transfer_fails_the_collective_and_all_later_ones(end: str) -> None:
     numel = 40_000
-
-    def act(place: Ring) -> None:
-        with pytest.raises(OSError, match="the cable is out"):
-            place.all_gather(np.zeros(numel, np.uint8), even_chunks(numel, 2))
-
-    edge = Broken()
-    links = GlooLinks("broken", FakeEdge(), edge)
-    place = Ring(0, 2, links)
-    with mock.patch.object(links, "start_send", side_effect=lambda data, after=None: links.start_recv(data, after)):
-        act(place)
-        act(place)
+    edges = [Edge(), Edge()]
+    links = TcpLinks("broken", Ways(edges[0].source, edges[1].target))
+    ring = Ring(0, 2, links)
+    timer = threading.Timer(0.2, edges[1].source.close if end == "close" else links.cut)
+    timer.start()
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            ring.all_gather(np.zeros(numel, np.uint8), even_chunks(numel, 2))
     links.stop()
+    assert links.join(time.monotonic() + 5)
+
+
+def test_a_message_may_come_in_any_portions() -> None:
+    """What is woken for too little, or waits for more than will come, loses or stalls."""
+    sizes = [1, 70_000, 300_000, 65_536, 262_144, 1_000_001]
+    edges = [Edge(), Edge()]
+    links = TcpLinks("portions", Ways(edges[0].source, edges[1].target))
+    content = np.random.default_rng(0).integers(0, 256, sum(sizes), np.uint8)
+
+    def trickle() -> None:
+        for start in range(0, len(content), 33_333):
+            edges[1].source.sendall(content[start : start + 33_333])
+            time.sleep(0.002)
+
+    sender = threading.Thread(target=trickle, daemon=True)
+    sender.start()
+    parts = [np.zeros(size, np.uint8) for size in sizes]
+    transfers = [links.start_recv(part) for part in parts]
+    sender.join(20)
+    assert not sender.is_alive()
+    for transfer in transfers:
+        assert transfer._over.acquire(timeout=5), "it waits for more than there is"
+    assert np.array_equal(np.concatenate(parts), content)
+    links.stop()
+    assert links.join(time.monotonic() + 5)
 
 
 @pytest.mark.parametrize(("numel", "nranks"), [(0, 3), (1, 4), (7, 2), (8, 4), (10, 4), (3, 8)])

@@ -1,7 +1,7 @@
-"""Collectives over Gloo that run behind the caller's back.
+"""Collectives between processes on CPU that run behind the caller's back.
 
-Gloo works inside the launching call, so a lane hands its collectives to a thread of its own, first in, first out. The
-calls release the interpreter lock: communication and compute overlap.
+A lane hands its collectives to a thread of its own, first in, first out. What takes time there, waiting for data,
+copying it and adding it up, releases the interpreter lock: communication and compute overlap.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import paddle
 from ..errors import CommError, ConfigError
 from .agreement import Agreement, Cause, Refused, Token
 from .communicator import Communicator, Work
-from .links import GlooLinks
+from .links import TcpLinks
 from .memory import ELEMENT_TYPES, Bytes, ElementType, bytes_of
 from .ring import Ring, Span
 from .sums import Adder
 
 _log = logging.getLogger("hp_sharding")
-# How long a failure inside Gloo waits for the news that a peer is dead or silent, which says more.
+# How long a failed transfer waits for the news that a peer is dead or silent, which says more.
 _NEWS_S = 2.0
 
 
-class GlooWork(Work):
+class TcpWork(Work):
     """A collective that a lane's thread carries out."""
 
     def __init__(self, lane: str, sequence: int, token: Token, op: str, rank: int) -> None:
@@ -92,13 +92,13 @@ class GlooWork(Work):
 class _Job:
     """A work, what carries it out (and holds the tensors), and the work it must follow."""
 
-    work: GlooWork
+    work: TcpWork
     transfer: Callable[[], None] | None
     after: Work | None
 
 
-class GlooCommunicator(Communicator):
-    """One lane over Gloo. Made by ``create_communicators``.
+class TcpCommunicator(Communicator):
+    """One lane over TCP connections. Made by ``create_communicators``.
 
     Sums: float32, float64, float16, bfloat16, the integers and complex numbers. Copies: bool as well.
     """
@@ -110,7 +110,7 @@ class GlooCommunicator(Communicator):
         me: int,
         *,
         agreement: Agreement,
-        links: GlooLinks,
+        links: TcpLinks,
         timeout_s: float,
         close: Callable[[str], None],
     ) -> None:
@@ -126,7 +126,7 @@ class GlooCommunicator(Communicator):
         self._ring = Ring(self.rank, len(ranks), links)
         self._next_sequence = 0
         self._submitting = threading.Lock()
-        self._outstanding: deque[GlooWork] = deque()
+        self._outstanding: deque[TcpWork] = deque()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._worker = threading.Thread(target=self._serve, name=f"hp_sharding-{lane}", daemon=True)
         agreement.add_lane(lane, self)
@@ -207,7 +207,7 @@ class GlooCommunicator(Communicator):
         self._close(self.lane)
 
     def join(self, timeout_s: float) -> bool:
-        """Ends the threads after what is in flight; False if one is stuck inside Gloo and was abandoned."""
+        """Ends the threads after what is in flight; False if one does not end and was abandoned."""
         deadline_s = time.monotonic() + timeout_s
         self._jobs.put(None)
         self._worker.join(timeout_s)
@@ -221,6 +221,9 @@ class GlooCommunicator(Communicator):
             dropped = [work for work in self._outstanding if work.sequence > limit]
         for work in dropped:
             work.end(cause)
+        if self._agreement.broken is not None:
+            # Nobody knows any more what the bytes under way belong to; and a thread that waits for more is let go.
+            self._links.cut()
 
     def _submit(
         self,
@@ -231,12 +234,12 @@ class GlooCommunicator(Communicator):
         *,
         label: str,
         after: Work | None,
-    ) -> GlooWork:
+    ) -> TcpWork:
         token = Token(f"{what} ({element.name})", nbytes, label)
         op = what.partition(" ")[0]
         with self._submitting:
             refusal = self._agreement.refusal(self.lane)
-            work = GlooWork(self.lane, self._next_sequence, token, op, self._me)
+            work = TcpWork(self.lane, self._next_sequence, token, op, self._me)
             if refusal is not None:
                 work.end(refusal)
                 # A peer that has reached the end of the script sooner is no fault as long as nobody needs the result.
@@ -248,13 +251,13 @@ class GlooCommunicator(Communicator):
             # A rank that still waits for another collective is not ready for this one: the others must not enter yet.
             if after is None:
                 self._announce(work)
-            elif isinstance(after, GlooWork):
+            elif isinstance(after, TcpWork):
                 after.when_done(lambda: None if after.failed() else self._announce(work))
             # Last: from here on the lane's thread competes with the caller's for the interpreter.
             self._jobs.put(_Job(work, transfer, after))
         return work
 
-    def _announce(self, work: GlooWork) -> None:
+    def _announce(self, work: TcpWork) -> None:
         self._agreement.announce(self.lane, work.sequence, work.token)
 
     def _serve(self) -> None:
@@ -289,14 +292,14 @@ class GlooCommunicator(Communicator):
         work.end()
         self._agreement.finish(self.lane, work.sequence)
 
-    def _follow(self, work: GlooWork, after: Work) -> None:
+    def _follow(self, work: TcpWork, after: Work) -> None:
         try:
             after.wait()
         except CommError as error:
             # Where a rank has left, dropping one work and those that follow it is all in order.
             cause = Cause(f"the collective that it follows failed: {error}", error.peer)
             raise Refused(self._agreement.refusal(self.lane) or cause) from error
-        if not isinstance(after, GlooWork):
+        if not isinstance(after, TcpWork):
             self._announce(work)
 
     def _check(self, op: str, whole: paddle.Tensor, part: paddle.Tensor) -> tuple[ElementType, int]:

@@ -1,4 +1,4 @@
-"""The contract of communicators, over Gloo."""
+"""The contract of communicators, over TCP connections between processes."""
 
 from __future__ import annotations
 
