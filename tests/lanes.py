@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import paddle
 
 from hp_sharding.broadcast import broadcast_state
-from hp_sharding.comm import Communicator, Work, create_communicators
+from hp_sharding.comm import Communicator, Work, create_communicators, fingerprint
 from hp_sharding.comm.memory import bytes_of
 from hp_sharding.config import ShardingConfig
 from hp_sharding.optimizer import ShardedOptimizer
@@ -135,7 +135,8 @@ def wrap(
     lanes = real_lanes(nranks)
     broadcast_state(model, lanes["gather"])
     calls: list[Call] = []
-    late = {name: LateLane(lane, calls, delay_s) if poison else lane for name, lane in lanes.items()}
+    late = {name: LateLane(lanes[name], calls, delay_s) if poison else lanes[name] for name in LANES}
+    late[fingerprint.LANE] = lanes[fingerprint.LANE]
     pool = PoisoningPool() if poison else None
     return Wrapped(model, build(model, inner, ShardingConfig(**settings), lanes=late, pool=pool), calls)
 
@@ -144,7 +145,7 @@ def real_lanes(nranks: int) -> dict[str, Communicator]:
     """The lanes over all ranks, made once per process. What an earlier test left on them is over before a new one."""
     ranks = tuple(range(nranks))
     if ranks not in _lanes:
-        _lanes[ranks] = create_communicators(ranks, LANES, timeout_s=30)
+        _lanes[ranks] = create_communicators(ranks, [*LANES, fingerprint.LANE], timeout_s=30)
     gc.collect()
     return _lanes[ranks]
 

@@ -9,9 +9,10 @@ import paddle
 
 from ..errors import ConfigError
 from .communicator import Communicator, Work
+from .fingerprint import Fingerprint
 from .rendezvous import collision_free_groups
 
-__all__ = ["Communicator", "Work", "close_all", "collision_free_groups", "create_communicators"]
+__all__ = ["Communicator", "Fingerprint", "Work", "close_all", "collision_free_groups", "create_communicators"]
 
 
 def create_communicators(
