@@ -13,9 +13,10 @@ from typing import NamedTuple
 ALIGNMENT_BYTES = 512
 """Start of every parameter in its bucket and of every bucket's shard in the arena (as cuBLAS and HCCL like it)."""
 
-LEAD_FRACTION = 4
-"""Merged buckets grow from 1/4 of the buffer size by doubling, in the forward's order, until they reach it. The gather
-of the first ones is what a step waits for and their reduction comes last: only their shortness hides them."""
+TAPER = 4
+"""Towards both ends of the forward's order buckets get smaller, down to 1/4 of the buffer size. What hides the gather
+and the reduction of the first ones is their shortness alone; and where the link is the slower side, the compute of the
+last one begins when all gathers are over."""
 
 
 class ParamSpec(NamedTuple):
@@ -164,22 +165,53 @@ def _group(family: list[int], params: Sequence[ParamSpec], rules: BucketRules) -
 
 
 def _merge(units: list[list[int]], params: Sequence[ParamSpec], buffer_bytes: int) -> list[list[int]]:
-    """Whole neighbouring units up to ``buffer_bytes`` a bucket, the first buckets less (see ``LEAD_FRACTION``)."""
-    merged: list[list[int]] = []
-    filled_bytes = buffer_bytes
+    """Whole neighbouring units together; a unit that is too large for one bucket in several of its own."""
+    row = _TaperedRow(buffer_bytes, sum(_bytes(members, params) for members in units))
     for members in units:
         unit_bytes = _bytes(members, params)
-        limit_bytes = min(buffer_bytes, (buffer_bytes // LEAD_FRACTION) << max(len(merged) - 1, 0))
-        if unit_bytes > buffer_bytes:
-            merged.extend(_split(members, params, buffer_bytes))
-            filled_bytes = buffer_bytes
-        elif merged and filled_bytes + unit_bytes <= limit_bytes:
-            merged[-1].extend(members)
-            filled_bytes += unit_bytes
-        else:
-            merged.append(list(members))
-            filled_bytes = unit_bytes
-    return merged
+        if row.has_room(unit_bytes) or unit_bytes <= row.next_limit_bytes():
+            row.put(members, unit_bytes)
+            continue
+        row.close()
+        for index in members:
+            row.put([index], _bytes([index], params))
+        row.close()
+    return row.groups
+
+
+class _TaperedRow:
+    """Buckets that are filled one after the other, and are smaller towards both ends (see ``TAPER``)."""
+
+    def __init__(self, buffer_bytes: int, total_bytes: int) -> None:
+        self.groups: list[list[int]] = []
+        self._buffer_bytes = buffer_bytes
+        self._before_bytes = 0
+        self._after_bytes = total_bytes
+        self._limit_bytes = 0
+        self._filled_bytes = 0
+
+    def next_limit_bytes(self) -> int:
+        """Of a bucket that begins here: no more than all before it, and than half of what is left."""
+        tapered_bytes = min(self._before_bytes, self._after_bytes // 2, self._buffer_bytes)
+        return max(tapered_bytes, self._buffer_bytes // TAPER)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so much fits into the bucket that was filled last."""
+        return self._filled_bytes + nbytes <= self._limit_bytes
+
+    def put(self, members: list[int], nbytes: int) -> None:
+        """Adds parameters to that bucket, or to a new one if they do not fit."""
+        if not self.has_room(nbytes):
+            self.groups.append([])
+            self._limit_bytes, self._filled_bytes = self.next_limit_bytes(), 0
+        self.groups[-1].extend(members)
+        self._filled_bytes += nbytes
+        self._before_bytes += nbytes
+        self._after_bytes -= nbytes
+
+    def close(self) -> None:
+        """What comes next gets a new bucket."""
+        self._limit_bytes = 0
 
 
 def _split(members: list[int], params: Sequence[ParamSpec], buffer_bytes: int) -> list[list[int]]:

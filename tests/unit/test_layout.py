@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hp_sharding.layout import (
     ALIGNMENT_BYTES,
+    TAPER,
     BucketLayout,
     BucketRules,
     ParamSpec,
@@ -116,7 +117,7 @@ def test_a_bucket_is_of_one_dtype_and_frozen_parameters_stand_apart(
 
 @given(_models(), _RULES)
 @settings(max_examples=60, deadline=None)
-def test_a_unit_is_split_only_where_it_is_larger_than_the_buffer(params: list[ParamSpec], rules: BucketRules) -> None:
+def test_a_unit_is_split_only_where_it_is_larger_than_a_bucket_may_be(params: list[ParamSpec], rules: BucketRules) -> None:
     buckets = _plan(params, rules._replace(fusion=True))
     for dtype in _ITEMSIZES:
         for frozen in (False, True):
@@ -127,7 +128,8 @@ def test_a_unit_is_split_only_where_it_is_larger_than_the_buffer(params: list[Pa
                     if (spec.dtype, spec.frozen, spec.unit) == (dtype, frozen, unit)
                 ]
                 holders = {b.number for b in buckets for slot in b.slots if slot.param in members}
-                fits = sum(_aligned_bytes(params[index]) for index in members) <= rules.buffer_bytes
+                limit_bytes = rules.buffer_bytes // (TAPER if rules.merge_units else 1)
+                fits = sum(_aligned_bytes(params[index]) for index in members) <= limit_bytes
                 assert len(holders) <= 1 or not fits
 
 
@@ -167,12 +169,12 @@ def _equal_units(n_units: int, unit_bytes: int) -> list[ParamSpec]:
     return [ParamSpec(f"p{unit}", unit_bytes // 4, "float32", 4, unit, False) for unit in range(n_units)]
 
 
-def test_merged_buckets_grow_from_a_quarter_of_the_buffer() -> None:
+def test_merged_buckets_taper_from_the_buffer_to_a_quarter_of_it() -> None:
     buckets = plan_buckets(
         _equal_units(30, 512), [f"unit{unit}" for unit in range(30)], BucketRules(2, 512 * 8, True, True)
     )
-    assert [len(bucket.slots) for bucket in buckets] == [2, 4, 8, 8, 8]
-    assert [bucket.name for bucket in buckets[:2]] == ["0:unit0..unit1", "1:unit2..unit5"]
+    assert [len(bucket.slots) for bucket in buckets] == [2, 2, 4, 8, 7, 3, 2, 2]
+    assert [bucket.name for bucket in buckets[:2]] == ["0:unit0..unit1", "1:unit2..unit3"]
 
 
 def test_units_do_not_merge_unless_asked() -> None:
