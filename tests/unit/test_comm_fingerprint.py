@@ -54,7 +54,8 @@ Launch = Callable[[int, dict[str, Communicator]], None]
 
 def _compare(launch: Launch, n_steps: int = 2) -> list[CommError | None]:
     """Each rank's error, after every rank has launched and compared ``n_steps`` times."""
-    table, found = _Table(), [None] * len(RANKS)
+    table = _Table()
+    found: list[CommError | None] = [None] * len(RANKS)
 
     def run(rank: int) -> None:
         one = Fingerprint(_Seat(table, rank))
@@ -64,7 +65,7 @@ def _compare(launch: Launch, n_steps: int = 2) -> list[CommError | None]:
                 launch(rank, lanes)
                 one.check()
         except CommError as error:
-            found[rank] = error  # type: ignore[call-overload]
+            found[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(RANKS))]
     for thread in threads:
