@@ -1,7 +1,10 @@
 """hp_sharding: ZeRO sharding for PaddlePaddle dygraph whose communication hides behind compute.
 
 ``from hp_sharding import fleet`` takes the place of ``from paddle.distributed import fleet``; ``shard`` does the same
-without fleet.
+without fleet. Both give a ``ShardedOptimizer``, or plain training in one process. ``ShardingConfig`` has the settings,
+``full_parameters`` makes whole values readable, ``timeline`` says where the time of a step goes. A ``FusedCommBuffer``,
+which has one ``Status`` at a time, is a bucket, as ``optimizer.buffers`` and ``optimizer.param2bucket`` show it. Every
+error raised on purpose is an ``HpShardingError``. What is not in ``__all__`` is private.
 """
 
 from __future__ import annotations

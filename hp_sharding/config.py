@@ -48,13 +48,14 @@ class ShardingConfig:
         stage: what is sharded: 1 the optimizer state, 2 the gradients too. 3, the parameters too, is not supported yet.
         allgather_overlap: gather parameters bucket by bucket under the next forward instead of inside ``step()``.
         reduce_overlap: reduce gradients as buckets fill during backward instead of after it.
-        comm_fusion: one gather and one reduce-scatter per bucket; False: one per parameter.
+        comm_fusion: one gather and one reduce-scatter per bucket; False: one per parameter, each a bucket of its own.
         comm_buffer_size_MB: bucket size in units of 1024 * 1024 bytes, fractions allowed. A larger unit is split into
             buckets of about this size, small whole units are merged up to it.
         replicate_buffer_size_MB: adjacent reduced buckets that share one replicate all-reduce, in the same units. It
             has no effect while there is one replica.
-        prefetch_depth: units gathered ahead of use where memory must be kept low, that is with ``reshard_after_step``;
-            None = 1, 0 = none. Otherwise every gather is queued at once and it has no effect (a warning says so).
+        prefetch_depth: units gathered ahead of use where memory must be kept low, that is with ``reshard_after_step``
+            and ``allgather_overlap``; None = 1, 0 = none. Otherwise it has no effect: every gather is queued at once (a
+            warning says so), or happens at first use.
         reshard_after_step: free the gathered parameters at the end of ``step()``; None = only in stage 3. The gather
             then happens in the next forward: ahead of use with ``allgather_overlap``, at first use without.
         units: layers that are gathered together: ``"auto"`` = each item of a LayerList/Sequential of parameterised
@@ -63,9 +64,11 @@ class ShardingConfig:
         gather_dtype: dtype that travels in the gather. Only None, ``param_dtype``, is supported yet.
         reduce_dtype: dtype that travels in the reduction. Only None, that of the gradient, is supported yet.
         main_grad: accumulate gradients in float32. Only False is supported yet.
-        gradient_scale: ``"mean"`` over all data ranks, ``"sum"``, or a positive divisor of the sum.
-        timeout_s: a collective that outlasts it fails with a report, never a silent hang.
-        timeline: record spans of compute and communication.
+        gradient_scale: ``"mean"`` over all data ranks, ``"sum"``, or a positive divisor of the sum. Each sum is divided
+            once, before clipping and the update.
+        timeout_s: seconds that a collective waits for a late rank, and that its transfer may take; beyond them it fails
+            with a report, never a silent hang.
+        timeline: record spans of communication and waiting; read them from ``optimizer.timeline``.
 
     Raises:
         ConfigError: a value has the wrong type, is out of range, or is not supported yet.

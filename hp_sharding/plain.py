@@ -43,7 +43,7 @@ class PlainOptimizer:
         self.timeline.end_step()
 
     def clear_grad(self, set_to_zero: bool = True) -> None:
-        """The inner optimizer's ``clear_grad()``."""
+        """The inner optimizer's ``clear_grad()``; ``set_to_zero`` has Paddle's meaning."""
         self._inner_opt.clear_grad(set_to_zero)
 
     clear_gradients = clear_grad
@@ -58,14 +58,17 @@ class PlainOptimizer:
         yield
 
     def full_grad(self, param: paddle.Tensor) -> paddle.Tensor | None:
-        """A copy of ``param.grad``."""
+        """A copy of ``param.grad``, of the parameter's shape and dtype; None where it has had none."""
         return None if param.grad is None else param.grad.clone()
 
     def _set_all_gather_overlap_forward(self, enabled: bool, layers: paddle.nn.Layer | None = None) -> None:
         """Does nothing: there is no gather."""
 
     def memory_report(self) -> dict[str, int]:
-        """Model-state bytes of the whole model; see ``ShardedOptimizer.memory_report``."""
+        """Model-state bytes, measured and by formula; see ``ShardedOptimizer.memory_report``.
+
+        Parameters and moments are whole, and so are gradients of what trains; nothing has a shard.
+        """
         params = optimizer_params(self._inner_opt)
         trained = [param for param in params if not param.stop_gradient]
         state = {

@@ -272,9 +272,14 @@ class Reducer:
     def _store(self, bucket: int, index: int) -> None:
         buffer = self._buffers[bucket]
         storage, param = buffer.gradient, buffer.params[index]
-        gradient = param.grad.detach()
-        if storage.holds(index, gradient):
-            return  # stage 1, a later backward: autograd has added in place
+        gradient = param._grad_ivar()  # ``param.grad``, unseen by the guard
+        if self._rules.keeps_gradient and storage.holds(index, gradient):
+            return  # a later backward: autograd has added in place
+        if gradient.is_selected_rows():
+            raise StateError(
+                f"parameter '{param.name}' of bucket '{buffer.name}': its gradient is sparse: it holds only the rows "
+                "that this rank has used, so it cannot be reduced. Use F.embedding and nn.Embedding with sparse=False"
+            )
         if storage.full is None:
             self._alloc(storage)
         storage.put(index, gradient)
@@ -347,8 +352,9 @@ class Reducer:
     def _merge_used(self, agreed: list[bool]) -> None:
         position = 0
         for used in self.used:
-            theirs = agreed[position : position + len(used)]
-            used[:] = [mine or other for mine, other in zip(used, theirs, strict=True)]
+            if not all(used):
+                theirs = agreed[position : position + len(used)]
+                used[:] = [mine or other for mine, other in zip(used, theirs, strict=True)]
             position += len(used)
 
     def _wait_all(self) -> None:

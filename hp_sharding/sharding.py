@@ -12,10 +12,11 @@ from paddle import nn
 from paddle.base import core
 from paddle.base.framework import EagerParamBase
 
+from . import guard
 from .arena import GradientArena
 from .broadcast import broadcast_state
 from .buffer import BufferPlace, FusedCommBuffer
-from .comm import Communicator, create_communicators
+from .comm import Communicator, Fingerprint, create_communicators, fingerprint
 from .config import ShardingConfig
 from .errors import ConfigError
 from .layout import BucketLayout, BucketRules, ParamSpec, plan_buckets
@@ -26,7 +27,7 @@ from .reduction import ReduceLanes, Reducer, ReduceRules
 from .schedule import Schedule, keep_schedule, schedule_of
 from .timeline import Timeline
 from .units import UnitParam, UnitPlan, find_units
-from .updates import InnerUpdates, check_optimizer, optimizer_params
+from .updates import InnerUpdates, check_fresh, check_optimizer, optimizer_params
 
 LOG = logging.getLogger("hp_sharding")
 LANES = ("gather", "reduce")
@@ -56,8 +57,8 @@ def shard(
         The optimizer to use instead of the one given. In a group of one it is plain training.
 
     Raises:
-        ConfigError: wrapped before, an optimizer that cannot be sharded, parameters that the model does not have, or a
-            layer that cannot be served. No collective has then started.
+        ConfigError: wrapped before, an optimizer that cannot be sharded or has made a step, parameters that the model
+            does not have, or a layer that cannot be served. No collective has then started.
     """
     ranks = _ranks("shard_group", shard_group)
     if replicate_group is not None and len(_ranks("replicate_group", replicate_group)) > 1:
@@ -69,6 +70,8 @@ def shard(
             "a dict"
         )
     check_wrap(model, optimizer)
+    if len(ranks) > 1:
+        check_fresh(optimizer)
     return shard_over(model, optimizer, config, lanes=open_lanes(model, ranks, timeout_s=config.timeout_s))
 
 
@@ -76,7 +79,8 @@ def open_lanes(model: nn.Layer, ranks: Sequence[int], *, timeout_s: float) -> di
     """Connects the ranks and gives all of them the first one's parameters and buffers. Nothing for one rank."""
     if len(ranks) == 1:
         return {}
-    lanes = create_communicators(ranks, LANES, timeout_s=timeout_s)
+    names = [*LANES, fingerprint.LANE] if fingerprint.is_wanted() else LANES
+    lanes = create_communicators(ranks, names, timeout_s=timeout_s)
     broadcast_state(model, lanes[LANES[0]])
     return lanes
 
@@ -93,6 +97,7 @@ def shard_over(
     baseline_bytes = _allocated_bytes() - _param_bytes(model)
     if not lanes:
         return PlainOptimizer(optimizer, config, baseline_bytes)
+    check_fresh(optimizer)
     sharded = build(model, optimizer, config, lanes=lanes)
     sharded._baseline_bytes = baseline_bytes
     return sharded
@@ -106,6 +111,12 @@ def check_wrap(model: nn.Layer, optimizer: paddle.optimizer.Optimizer) -> None:
         raise ConfigError("this optimizer is already sharded; wrap it once")
     if schedule_of(model) is not None:
         raise ConfigError(f"this {type(model).__name__} is already sharded; wrap it once, with one optimizer")
+    shared = guard.held_param(model)
+    if shared is not None:
+        raise ConfigError(
+            f"parameter '{shared}' belongs to a model that is already sharded. Wrap the outermost model, once, with "
+            "one optimizer"
+        )
     check_optimizer(optimizer)
     names = {id(param): name for name, param in model.named_parameters()}
     params = optimizer_params(optimizer)
@@ -123,9 +134,9 @@ def check_wrap(model: nn.Layer, optimizer: paddle.optimizer.Optimizer) -> None:
         )
     if not any(param.size for param in params):
         raise ConfigError("the optimizer holds no parameter with elements: there is nothing to shard")
-    for name, layer in model.named_sublayers(include_self=True):
-        if isinstance(layer, nn.Embedding) and getattr(layer, "_sparse", False):
-            raise ConfigError(f"layer '{name}': nn.Embedding(sparse=True) is not supported; use sparse=False")
+    sparse = guard.sparse_embedding(model)
+    if sparse is not None:
+        raise ConfigError(sparse)
 
 
 def build(
@@ -142,12 +153,15 @@ def build(
         model: see ``shard``.
         optimizer: see ``shard``.
         config: see ``shard``.
-        lanes: a Communicator for each name in ``LANES``.
+        lanes: a Communicator for each name in ``LANES``; one more compares what the ranks launch on these.
         pool: where freed storage goes; None for a pool of its own.
     """
     plan = find_units(model, config.units)
     held = {id(param) for param in optimizer_params(optimizer)}
     entries = [entry for entry in plan.params if id(entry.param) in held and _has_place(entry.param)]
+    compared = Fingerprint(lanes[fingerprint.LANE]) if fingerprint.LANE in lanes else None
+    if compared is not None:
+        lanes = compared.watch({name: lanes[name] for name in LANES})
     gather = lanes["gather"]
     layouts = _plan_layouts(plan, entries, config, gather.nranks)
     place = BufferPlace(gather.rank, gather, pool or StoragePool(), not config.reshards_after_step)
@@ -173,6 +187,7 @@ def build(
         config=config,
         names={entries[slot.param].name: layout.number for layout in layouts for slot in layout.slots},
         timeline=timeline,
+        fingerprint=compared,
     )
     keep_schedule(model, schedule)
     _log_layout(layouts, gather, config)

@@ -124,7 +124,8 @@ class LocalCommunicator(Communicator):
         accumulate: bool = False,
     ) -> Work:
         element = _element(op, output)
-        if _element(op, input) is not element or input.shape != output.shape:
+        in_place = input is output or (input.data_ptr() == output.data_ptr() and input.shape == output.shape)
+        if not in_place and (_element(op, input) is not element or input.shape != output.shape):
             raise ConfigError(
                 f"lane {self.lane!r}: {op} over one rank needs two tensors of one dtype and length, not "
                 f"{output.shape[0]} of {output.dtype} and {input.shape[0]} of {input.dtype}"
@@ -134,7 +135,7 @@ class LocalCommunicator(Communicator):
         if after is None and not accumulate:
             # Most are of this kind. With nothing to wait for there is no memory to be held, which costs ten times more.
             work.start_s = time.perf_counter()
-            if nbytes and output.data_ptr() != input.data_ptr():
+            if not in_place:
                 output.copy_(input, False)
             work.end_s = time.perf_counter()
             return work
@@ -155,7 +156,7 @@ class LocalCommunicator(Communicator):
 
 def _element(op: str, tensor: paddle.Tensor) -> ElementType:
     element = ELEMENT_TYPES.get(tensor.dtype)
-    if element is None or tensor.ndim != 1 or not tensor.is_contiguous() or not tensor.place.is_cpu_place():
+    if element is None or len(tensor.shape) != 1 or not tensor.is_contiguous() or not tensor.place.is_cpu_place():
         raise ConfigError(
             f"{op} takes contiguous, one-dimensional CPU tensors, not {tensor.dtype} of shape {tensor.shape} on "
             f"{tensor.place}"

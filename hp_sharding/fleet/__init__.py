@@ -86,8 +86,9 @@ def distributed_model(model: paddle.nn.Layer) -> paddle.nn.Layer:
         The same object.
 
     Raises:
-        ConfigError: before ``init``, the second time for a model, or for one that shares trainable parameters with a
-            wrapped one.
+        ConfigError: before ``init``, the second time for a model, for one that shares trainable parameters with a
+            wrapped one, or that has parameters without a value.
+        CommError: a rank has not come within ``timeout_s``, is gone, or its model is of other shapes.
     """
     return _SESSION.distributed_model(model)
 
@@ -99,11 +100,16 @@ def distributed_optimizer(
 
     Args:
         optimizer: made with parameters of one model that was passed to ``distributed_model``.
-        strategy: settings for this optimizer instead of those given to ``init``; its degrees must be the same.
+        strategy: settings for this optimizer instead of those given to ``init``; its degrees and its ``timeout_s`` must
+            be the same.
+
+    Returns:
+        The optimizer to use instead of the one given. In one process it is plain training.
 
     Raises:
-        ConfigError: before ``init`` or ``distributed_model``, the second time for an optimizer, or for one whose
-            parameters do not belong to one wrapped model.
+        ConfigError: before ``init`` or ``distributed_model``, the second time for an optimizer, for one whose
+            parameters do not belong to one wrapped model, or that cannot be sharded (see ``hp_sharding.shard``). No
+            collective has then started.
     """
     return _SESSION.distributed_optimizer(optimizer, strategy)
 
@@ -112,7 +118,8 @@ def distributed_scaler(scaler: Any) -> Any:
     """Returns a ``paddle.amp.GradScaler`` that is switched off, as on CPU, unchanged.
 
     Raises:
-        ConfigError: it is switched on, which is not supported yet: each rank sees a part of the gradients only.
+        ConfigError: before ``init``; or it is switched on, which is not supported yet: each rank sees a part of the
+            gradients only.
     """
     return _SESSION.distributed_scaler(scaler)
 

@@ -81,11 +81,13 @@ _READS: dict[str, _Reader] = {
     "data": lambda net, w: w.data,
     "value": lambda net, w: np.array(w.value()),
     "get_tensor": lambda net, w: np.array(w.get_tensor()),
+    "to_tensor": lambda net, w: paddle.to_tensor(w),
     "astype": lambda net, w: w.astype("float64"),
     "to": lambda net, w: w.to("float64"),
     "np.array": lambda net, w: np.array(w),
     "np.asarray": lambda net, w: np.asarray(w),
     "np.from_dlpack": lambda net, w: np.from_dlpack(w.detach()),
+    "from_dlpack": lambda net, w: paddle.from_dlpack(w.detach()),
     "to_dlpack": lambda net, w: paddle.utils.dlpack.from_dlpack(paddle.utils.dlpack.to_dlpack(w)),
     "row": lambda net, w: w[0],
     "slice": lambda net, w: w[:, 1:],
@@ -126,6 +128,9 @@ _READS: dict[str, _Reader] = {
     "copy": lambda net, w: copy.copy(w),
     "pickle": lambda net, w: pickle.loads(pickle.dumps(w)),
     "deepcopy of the model": lambda net, w: copy.deepcopy(net).a.weight,
+    "md5": lambda net, w: w._md5sum(),
+    "moving average": lambda net, w: paddle.zeros([3, 3]).add_(net.a.weight),
+    "all at once": lambda net, w: nn.utils.parameters_to_vector(net.parameters()),
     "state_dict": lambda net, w: net.state_dict()["a.weight"].numpy(),
     "paddle.save": lambda net, w: _saved(net)["a.weight"],
     "its layer": lambda net, w: net.a(X),
@@ -164,6 +169,8 @@ def test_a_read_waits_and_sees_the_new_value(read: str) -> None:
     assert np.array_equal(found, _as_array(_READS[read](plain, plain.a.weight)))
 
 
+_STRAIGHT = ("its layer's attribute", "moving average", "all at once")
+"""Reads that pass the parameter straight to a function, past every guard."""
 _OUTSIDE_ONLY = ("its layer", "the model in eval", "w == w")
 
 
@@ -172,8 +179,8 @@ def test_a_read_of_a_freed_value_is_an_error(read: str) -> None:
     """Nothing is gathered for it: that would be a collective that one rank starts alone."""
     rig = _after_step(reshard_after_step=True)
     before = len(rig.log)
-    by_layer = read == "its layer's attribute"  # passes the parameter straight to a function: Paddle's error then
-    with pytest.raises(RuntimeError if by_layer else StateError, match="memory" if by_layer else "full_parameters"):
+    by_layer = read in _STRAIGHT  # Paddle's error then
+    with pytest.raises(RuntimeError if by_layer else StateError, match="memory|holder_" if by_layer else "full_param"):
         _READS[read](rig.model, _weight(rig))
     assert len(rig.log) == before
     with full_parameters(rig.model):
@@ -182,7 +189,7 @@ def test_a_read_of_a_freed_value_is_an_error(read: str) -> None:
     assert np.array_equal(found, _as_array(_READS[read](plain, plain.a.weight)))
 
 
-@pytest.mark.parametrize("function", [paddle.sum, paddle.norm, paddle.to_tensor, lambda w: paddle.concat([w, w])])
+@pytest.mark.parametrize("function", [paddle.sum, paddle.norm, paddle.mean, lambda w: paddle.concat([w, w])])
 def test_a_function_that_passes_every_guard_fails_rather_than_read_a_stale_value(
     function: Callable[[paddle.Tensor], paddle.Tensor],
 ) -> None:
@@ -196,6 +203,7 @@ _WRITES: dict[str, Callable[[Any], Any]] = {
     "copy_": lambda w: w.copy_(paddle.full([3, 3], 7.0), False),
     "fill_": lambda w: w.fill_(7.0),
     "item": lambda w: w.__setitem__((slice(None), slice(None)), 7.0),
+    "row": lambda w: [w.__setitem__(row, paddle.full([3], 7.0)) for row in range(3)],
     "zero_, add_": lambda w: w.zero_().add_(paddle.full([3, 3], 7.0)),
     "scale_": lambda w: (w.fill_(3.5), w.scale_(2.0)),
     "get_tensor": lambda w: w.get_tensor().set(np.full([3, 3], 7, "float32"), paddle.CPUPlace()),
@@ -262,6 +270,11 @@ def test_a_loaded_state_dict_is_trained_on() -> None:
 
 _METADATA: dict[str, Callable[[Any], Any]] = {
     "shape": lambda w: w.shape,
+    "place": lambda w: str(w.place),
+    "device": lambda w: w.device,
+    "strides": lambda w: w.strides,
+    "itemsize": lambda w: w.itemsize,
+    "is_contiguous": lambda w: w.is_contiguous(),
     "dtype": lambda w: w.dtype,
     "stop_gradient": lambda w: w.stop_gradient,
     "trainable": lambda w: w.trainable,
@@ -308,6 +321,9 @@ class _Keeper:
 
     def look_up(self, param: EagerParamBase) -> None:
         self.told.append("looked up")
+
+    def note_late(self, name: str, param: EagerParamBase) -> None:
+        self.told.append(f"late: {name}")
 
     def note_clear(self, param: EagerParamBase, *, set_to_zero: bool) -> None:
         self.told.append(f"cleared, zeros {set_to_zero}")

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import paddle
 import pytest
 from paddle import nn
@@ -171,6 +172,19 @@ def test_a_model_outlives_its_optimizer_with_the_newest_values() -> None:
     del rig
     gc.collect()
     assert_same(model, plain)
+
+
+def test_a_layer_outlives_its_model_with_the_newest_values() -> None:
+    plain, rig = make_model("mlp"), shard_task(make_model("mlp"), **{**BOTH, "comm_fusion": False})
+    TASKS["mlp"].run(0, plain, plain_optimizer(plain))
+    TASKS["mlp"].run(0, rig.model, rig.optimizer)
+    layer = rig.model.layers[2]
+    assert rig.gather.n_pending
+    del rig
+    gc.collect()
+    x = paddle.ones([1, plain.layers[2].weight.shape[0]])
+    assert np.array_equal(layer(x).numpy(), plain.layers[2](x).numpy())
+    assert_same(layer, plain.layers[2])
 
 
 def test_a_deep_copy_is_a_plain_model() -> None:

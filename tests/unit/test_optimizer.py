@@ -16,7 +16,7 @@ from hp_sharding import ShardingConfig, full_parameters, shard
 from hp_sharding.buffer import FusedCommBuffer, Status
 from hp_sharding.errors import ConfigError, StateError
 from hp_sharding.plain import PlainOptimizer
-from tests.fakes import Rig, WaitingWork, values, wrap
+from tests.fakes import Rig, values, wrap
 from tests.models import loss_of, make_batch, make_model, make_optimizer
 
 SMALL_MB = 0.0005
@@ -186,50 +186,6 @@ def test_minimize_is_step() -> None:
         optimizer.clear_gradients()
 
     _assert_parity(scenario)
-
-
-def test_buckets_whose_reduction_is_done_are_updated_while_others_are_waited_for() -> None:
-    rig = _shard("SGD", stage=1, comm_fusion=False, **BOTH)
-    for number in range(2):  # until the orders are learned
-        _backward(rig.model, number)
-        rig.optimizer.step()
-    _backward(rig.model, 2)
-    order, gather_order = rig.optimizer._reducer.order, rig.optimizer._schedule.gather_order
-    n_done = 4
-    assert gather_order[0] not in order[:n_done], "what is needed first comes last"
-    for bucket in order[:n_done]:
-        work = rig.optimizer._reducer._works[bucket]
-        assert isinstance(work, WaitingWork)
-        rig.reduce.deliver(work)
-    updated = _updates_of(rig, lambda bucket: bucket)
-    before = len(rig.gather.labels("all_gather"))
-    rig.optimizer.step()
-    assert updated[:n_done] == order[:n_done]
-    assert updated[n_done:] == [bucket for bucket in gather_order if bucket not in order[:n_done]]
-    gathers = [int(label.partition(":")[0]) for label in rig.gather.labels("all_gather")[before:]]
-    assert gathers == gather_order, "the gathers keep the agreed order all the same"
-
-
-def _updates_of(rig: Rig, note: Callable[[int], int]) -> list[int]:
-    """A list to which, from now on, each update of a bucket adds ``note(bucket)``."""
-    noted: list[int] = []
-    apply = rig.optimizer._updates.apply
-
-    def apply_and_note(bucket: int, used: Any) -> None:
-        noted.append(note(bucket))
-        apply(bucket, used)
-
-    rig.optimizer._updates.apply = apply_and_note  # type: ignore[method-assign]
-    return noted
-
-
-def test_each_bucket_is_gathered_as_soon_as_it_is_next() -> None:
-    """Not after the whole update."""
-    rig = _shard("SGD", comm_fusion=False, **BOTH)
-    _backward(rig.model, 0)
-    started = _updates_of(rig, lambda bucket: len(rig.gather.labels("all_gather")))
-    rig.optimizer.step()
-    assert started == list(range(len(rig.optimizer.buffers)))
 
 
 # -- no_sync -----------------------------------------------------------------------------------------------------------

@@ -63,6 +63,15 @@ def test_a_block_that_came_back_is_poisoned() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+def test_ranges_can_be_zeroed(dtype: str) -> None:
+    pool = PoisoningPool()
+    tensor = pool.alloc(NUMEL, dtype)
+    pool.zero(tensor, [(2, 5), (7, 7), (20, NUMEL)])
+    zeros = {2, 3, 4, 20, 21, 22, 23}
+    assert [index for index, value in enumerate(tensor.astype("float64").numpy()) if value == 0] == sorted(zeros)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 def test_the_poisoning_pool_hands_out_nan(dtype: str) -> None:
     pool = PoisoningPool()
     for _ in range(2):

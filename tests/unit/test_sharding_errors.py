@@ -14,8 +14,8 @@ from paddle.base.framework import EagerParamBase
 
 from hp_sharding import ConfigError, ShardingConfig, backward, full_parameters, shard
 from hp_sharding.plain import PlainOptimizer
-from hp_sharding.sharding import check_wrap
-from tests.fakes import wrap
+from hp_sharding.sharding import LANES, check_wrap, shard_over
+from tests.fakes import WaitingLane, wrap
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +102,28 @@ def test_a_clip_of_the_users_own_is_refused() -> None:
 
     model = nn.Linear(2, 2)
     _refused(model, _sgd(model, grad_clip=Own()), "grad_clip Own: only ClipGradByGlobalNorm")
+
+
+def test_an_optimizer_that_has_made_a_step_is_refused_where_its_state_must_be_split() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = paddle.optimizer.Adam(parameters=model.parameters())
+    model(paddle.ones([1, 2])).sum().backward()
+    optimizer.step()
+    lanes: dict[str, Any] = {name: WaitingLane(name) for name in LANES}
+    with pytest.raises(ConfigError, match="Adam already has state of whole parameters"):
+        shard_over(model, optimizer, ShardingConfig(), lanes=lanes)
+    with pytest.raises(ConfigError, match="Adam already has state of whole parameters"):
+        shard(model, optimizer, shard_group=[0, 1])
+    assert not any(lane.log for lane in lanes.values())
+    assert isinstance(shard(model, optimizer), PlainOptimizer)  # one process goes on from it
+
+
+def test_a_model_is_not_wrapped_inside_another() -> None:
+    model, around = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+    wrap(model, _sgd(model))
+    around.append(model)
+    _refused(model[0], _sgd(model[0]), "parameter 'weight' belongs to a model that is already sharded")
+    _refused(around, _sgd(around), "parameter '1.0.weight' belongs to a model that is already sharded")
 
 
 def test_parameters_must_be_the_models() -> None:

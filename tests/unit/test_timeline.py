@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from types import FrameType
+from typing import Any
 
 import paddle
 import pytest
@@ -158,6 +161,24 @@ def test_off_it_only_waits(clock: _Clock) -> None:
     assert set(line.summary().values()) == {0.0}
     with pytest.raises(CommError):
         line.wait(_Work(clock, error=True))
+
+
+def test_off_it_calls_nothing_but_the_wait(clock: _Clock) -> None:
+    line, work = Timeline(enabled=False), _Work(clock)
+    called: list[str] = []
+
+    def note(frame: FrameType, event: str, arg: Any) -> None:
+        if event in ("call", "c_call"):
+            called.append(frame.f_code.co_name if event == "call" else arg.__name__)
+
+    sys.setprofile(note)
+    try:
+        line.watch(work)
+        line.wait(work)
+        line.end_step()
+    finally:
+        sys.setprofile(None)
+    assert called == ["watch", "wait", "wait", "pass_ms", "end_step", "setprofile"]
 
 
 def _line(steps: list[StepTimes]) -> Timeline:
