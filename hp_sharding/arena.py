@@ -42,7 +42,12 @@ class Target(NamedTuple):
 
 
 class Range(NamedTuple):
-    """Partial sums that lie side by side, and as one tensor. ``buckets`` are in the order in which they were reduced."""
+    """Partial sums that lie side by side, and the one tensor that they are.
+
+    Attributes:
+        buckets: in the order in which they lie.
+        tensor: flat, no copy.
+    """
 
     buckets: list[int]
     tensor: paddle.Tensor

@@ -1,7 +1,7 @@
 """Sums over the replicas: what a shard group has reduced, added up with what the others have, while backward goes on.
 
-The reduce-scatters of a round write side by side into the arena, so that any run of them is one range of memory: it goes
-out in one all-reduce, with no copy, as soon as it is large enough.
+The reduce-scatters of a round write side by side into the arena, so that any run of them is one range of memory: it
+goes out in one all-reduce, with no copy, as soon as it is large enough.
 """
 
 from __future__ import annotations
