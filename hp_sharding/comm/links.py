@@ -141,7 +141,7 @@ class TcpLinks:
 
     def send(self, data: Bytes) -> None:
         """See ``Links``."""
-        self._ways.to_next.sendall(data)
+        self._ways.to_next.sendall(data.data)
 
     def recv(self, data: Bytes) -> None:
         """See ``Links``."""

@@ -117,9 +117,7 @@ def test_a_bucket_is_of_one_dtype_and_frozen_parameters_stand_apart(
 
 @given(_models(), _RULES)
 @settings(max_examples=60, deadline=None)
-def test_a_unit_is_split_only_where_it_exceeds_a_bucket(
-    params: list[ParamSpec], rules: BucketRules
-) -> None:
+def test_a_unit_is_split_only_where_it_exceeds_a_bucket(params: list[ParamSpec], rules: BucketRules) -> None:
     buckets = _plan(params, rules._replace(fusion=True))
     for dtype in _ITEMSIZES:
         for frozen in (False, True):
