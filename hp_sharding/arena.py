@@ -165,7 +165,7 @@ class GradientArena:
     def zero_unsummed(self) -> None:
         """Zeros for the buckets that hold no sum: a norm over everything reads them, and a step without a backward."""
         for index in range(len(self._layouts)):
-            if self._dirty[index] and not self._holds[index]:
+            if self._dirty[index] and not self._holds[index] and self._partial[index] is None:
                 self.slice(index).zero_()
                 self._dirty[index] = False
 

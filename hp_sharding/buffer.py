@@ -7,6 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 import paddle
+from paddle.base import core
 from paddle.base.framework import EagerParamBase
 
 from .errors import LayoutError, StateError
@@ -61,6 +62,9 @@ class BufferPlace(NamedTuple):
     keeps_full: bool
 
 
+_dense = paddle.Tensor.get_tensor
+
+
 class FusedCommBuffer:
     """One bucket: parameters as views of a flat full tensor, this rank's shard of it, and the full gradient.
 
@@ -80,7 +84,10 @@ class FusedCommBuffer:
         self.status = Status.READY
         self.place = place
         self._work: Work | None = None
-        self._full = self._adopt_params()
+        self._full: paddle.Tensor | None = None
+        self._slot_views: list[core.DenseTensor] = []
+        self._addresses: list[int] = []
+        self._adopt_params()
         self.shard = self._make_shard()
         self.slices = self._make_slices()
         self.gradient = GradientStorage(layout, self.params, place.pool)
@@ -108,7 +115,8 @@ class FusedCommBuffer:
         """
         self._require(Status.SHARDED, "start_gather")
         if self._full is None:
-            self._full = self.place.pool.alloc(self.layout.numel, self.layout.dtype)
+            self._set_full(self.place.pool.alloc(self.layout.numel, self.layout.dtype))
+            assert self._full is not None
         else:
             # A function that is called with a parameter (paddle.sum(p)) passes every guard; let it fail, not read this.
             for param in self.params:
@@ -151,6 +159,7 @@ class FusedCommBuffer:
             _release(param)
         # Views that autograd saved keep the block alive; the pool takes it back when the last of them is gone.
         self._full = None
+        self._slot_views = []
         self.status = Status.SHARDED
 
     def store_full(self) -> None:
@@ -164,9 +173,8 @@ class FusedCommBuffer:
         """Raises LayoutError where a READY parameter has left its place in the full tensor (a cast, a swap)."""
         if self.status is not Status.READY or self._full is None:
             return
-        base, itemsize = self._full.data_ptr(), self.layout.itemsize
-        for param, slot in zip(self.params, self.layout.slots, strict=True):
-            if param.data_ptr() != base + slot.offset_numel * itemsize:
+        for param, address in zip(self.params, self._addresses, strict=True):
+            if param.data_ptr() != address:
                 raise LayoutError(
                     f"parameter '{param.name}' of bucket '{self.name}' no longer shares the bucket's storage: it was "
                     f"cast, moved or replaced after wrapping (expected {self.layout.dtype}, found "
@@ -174,21 +182,25 @@ class FusedCommBuffer:
                     "values with set_value or copy_"
                 )
 
-    def _adopt_params(self) -> paddle.Tensor:
+    def _adopt_params(self) -> None:
         numel, dtype = self.layout.numel, self.layout.dtype
         full = paddle.zeros([numel], dtype) if self.place.keeps_full else self.place.pool.alloc(numel, dtype)
         if not self.place.keeps_full:
             full.zero_()
         for param, slot in zip(self.params, self.layout.slots, strict=True):
             full._slice(slot.offset_numel, slot.end_numel).copy_(param.detach().flatten(), False)
-        self._full = full
+        self._set_full(full)
         self._bind_params()
-        return full
+
+    def _set_full(self, full: paddle.Tensor) -> None:
+        self._full = full
+        self._slot_views = _slot_views(full, self.layout.slots, self._shapes)
+        base, itemsize = full.data_ptr(), self.layout.itemsize
+        self._addresses = [base + slot.offset_numel * itemsize for slot in self.layout.slots]
 
     def _bind_params(self) -> None:
         # The *same* parameter object gets the new memory: autograd, the layer and the user hold that object.
-        assert self._full is not None
-        _point_into(self._full, self.layout.slots, self.params, self._shapes)
+        _point_at(self._slot_views, self.params)
 
     def _own_slice(self, full: paddle.Tensor) -> paddle.Tensor:
         start = self.place.rank * self.layout.shard_numel
@@ -215,23 +227,29 @@ class FusedCommBuffer:
             )
 
 
-def _point_into(
-    flat: paddle.Tensor, slots: Sequence[Slot], tensors: Sequence[paddle.Tensor], shapes: Sequence[list[int]]
-) -> None:
-    """Makes each tensor a view of its slot of ``flat``. The tensor object stays; no guard sees it.
+def _slot_views(flat: paddle.Tensor, slots: Sequence[Slot], shapes: Sequence[list[int]]) -> list[core.DenseTensor]:
+    """Views of the slots of ``flat``, each of its shape. They keep its memory alive.
 
-    Works on the dense tensors below the Python objects, at a fifth of the cost of making new objects.
+    They are the dense tensors below the Python objects, at a fifth of the cost of making new objects.
     """
     whole = flat.get_tensor()
-    for slot, tensor, shape in zip(slots, tensors, shapes, strict=True):
-        dense = paddle.Tensor.get_tensor(tensor)
-        dense._share_data_nocheck_with(whole._slice(slot.offset_numel, slot.end_numel))
-        dense._set_dims(shape)
+    views = []
+    for slot, shape in zip(slots, shapes, strict=True):
+        view = whole._slice(slot.offset_numel, slot.end_numel)
+        view._set_dims(shape)
+        views.append(view)
+    return views
+
+
+def _point_at(views: Sequence[core.DenseTensor], tensors: Sequence[paddle.Tensor]) -> None:
+    """Makes each tensor the same view. The tensor object stays; no guard sees it."""
+    for view, tensor in zip(views, tensors, strict=True):
+        _dense(tensor)._share_data_nocheck_with(view)
 
 
 def _release(tensor: paddle.Tensor) -> None:
     """Lets go of the storage and keeps the shape, seen by no guard."""
-    paddle.Tensor.get_tensor(tensor)._clear()
+    _dense(tensor)._clear()
 
 
 _COPIED_ATTRIBUTES = ("optimize_attr", "regularizer", "need_clip", "is_distributed", "do_model_average", "no_sync")
@@ -273,9 +291,8 @@ class GradientStorage:
         """Takes storage; its parameters' content is undefined until ``put``, its padding zero."""
         assert self.full is None
         self.full = self._pool.alloc(self._layout.numel, self._layout.dtype)
-        for start, end in self._gaps:
-            self.full._slice(start, end).zero_()
-        _point_into(self.full, self._layout.slots, self._views, self._shapes)
+        self._pool.zero(self.full, self._gaps)
+        _point_at(_slot_views(self.full, self._layout.slots, self._shapes), self._views)
 
     def put(self, index: int, gradient: paddle.Tensor) -> None:
         """Copies parameter ``index``'s gradient in, or adds it to what is there. ``gradient`` is only read."""
@@ -289,7 +306,7 @@ class GradientStorage:
         """A new tensor object over parameter ``index``'s gradient, of its shape."""
         assert self.full is not None
         view = paddle.empty([0], self.full.dtype)
-        _point_into(self.full, [self._layout.slots[index]], [view], [self._shapes[index]])
+        _point_at(_slot_views(self.full, [self._layout.slots[index]], [self._shapes[index]]), [view])
         return view
 
     def holds(self, index: int, tensor: paddle.Tensor) -> bool:

@@ -4,6 +4,8 @@ The forward's hooks are the schedule; these are what keeps everyone else right. 
 ``GuardedParameter``, whose value-reading methods first make the value valid, and a layer's ``_parameters`` becomes
 ``GuardedParameters``, which does the same when a forward looks a parameter up. DeepSpeed guards the mapping likewise.
 Neither ever starts a collective on its own outside a forward: a value that is freed there raises.
+
+Both mappings of a layer, ``_parameters`` and ``_sub_layers``, also refuse what comes too late to be trained.
 """
 
 from __future__ import annotations
@@ -11,13 +13,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from paddle import nn
-from paddle.base.framework import EagerParamBase
+from paddle.base.framework import EagerParamBase, _current_expected_place_
 
-from .errors import StateError
+from .errors import LayoutError, StateError
 
 
 class ValueKeeper(Protocol):
@@ -32,15 +34,24 @@ class ValueKeeper(Protocol):
     def look_up(self, param: EagerParamBase) -> None:
         """Told that a layer looked the parameter up; makes it valid inside a forward."""
 
+    def note_late(self, name: str, param: EagerParamBase) -> None:
+        """Told of a frozen parameter that was not there when the model was wrapped."""
+
     def note_clear(self, param: EagerParamBase, *, set_to_zero: bool) -> None:
         """Told before the user clears the gradient of this parameter alone."""
 
 
 class _Guard:
-    """Weak link from a parameter to its keeper. A deep copy of the parameter gets a link that leads nowhere."""
+    """Weak link from a parameter to its keeper. A deep copy of the parameter gets a link that leads nowhere.
 
-    def __init__(self, keeper: ValueKeeper | None) -> None:
+    Attributes:
+        keeper: gives the keeper, or None once it is gone.
+        held: whether the keeper's optimizer updates the parameter; else it was merely there when the model was wrapped.
+    """
+
+    def __init__(self, keeper: ValueKeeper | None, *, held: bool = False) -> None:
         self.keeper: Callable[[], ValueKeeper | None] = weakref.ref(keeper) if keeper is not None else lambda: None
+        self.held = held
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Guard:
         return _Guard(None)
@@ -68,6 +79,11 @@ class GuardedParameter(EagerParamBase):
         self.clear_gradient()
 
     @property
+    def place(self) -> Any:
+        """Where the value is, or where it will be once it is gathered."""
+        return EagerParamBase.place.__get__(self) if self._is_initialized() else _current_expected_place_()
+
+    @property
     def grad(self) -> Any:
         """In stage 1 this rank's own gradient; setting it to None clears it, setting anything else is an error."""
         return EagerParamBase.grad.__get__(self)
@@ -92,6 +108,8 @@ def _keeper_of(param: EagerParamBase) -> ValueKeeper | None:
 
 
 _WRITES = frozenset(("set_value", "copy_", "zero_", "fill_", "__setitem__", "_clear", "get_tensor", "value"))
+_PRIVATE_VALUES = ("_to", "_copy_to", "_md5sum")
+"""What ``Layer.astype`` and debug prints call."""
 _METADATA = (
     "clear_grad", "clear_gradient", "dim", "element_size", "gradient", "is_dense", "is_dist",
     "is_floating_point", "is_integer", "is_complex", "is_leaf", "is_same_shape", "is_selected_rows",
@@ -129,7 +147,7 @@ def _guarded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 def _fill_in() -> None:
     for name in dir(EagerParamBase):
         method = getattr(EagerParamBase, name, None)
-        public = not name.startswith("_") and name not in _METADATA
+        public = (not name.startswith("_") and name not in _METADATA) or name in _PRIVATE_VALUES
         operator = name.startswith("__") and name.strip("_") in _VALUE_OPERATORS
         if callable(method) and not isinstance(method, type) and (public or operator):
             setattr(GuardedParameter, name, _guarded(name, method))
@@ -146,6 +164,7 @@ class GuardedParameters(OrderedDict[str, Any]):
     """A layer's ``_parameters`` that tells the keeper of every look-up. Copies and pickles are plain OrderedDicts."""
 
     def __init__(self, entries: OrderedDict[str, Any], keeper: ValueKeeper) -> None:
+        self._keeper: Callable[[], ValueKeeper | None] = lambda: None
         super().__init__(entries)
         self._keeper = weakref.ref(keeper)
 
@@ -155,6 +174,12 @@ class GuardedParameters(OrderedDict[str, Any]):
         if keeper is not None and param is not None:
             keeper.look_up(param)
         return param
+
+    def __setitem__(self, name: str, param: Any) -> None:
+        keeper = self._keeper()
+        if keeper is not None and param is not None:
+            _admit_param(name, param, keeper)
+        super().__setitem__(name, param)
 
     # What ``model.parameters()`` and loops over a ParameterList go through. OrderedDict's own would pass us by.
     def items(self) -> list[tuple[str, Any]]:  # type: ignore[override]
@@ -173,16 +198,119 @@ class GuardedParameters(OrderedDict[str, Any]):
         return OrderedDict(super().items())
 
 
+class GuardedSublayers(OrderedDict[str, Any]):
+    """A layer's ``_sub_layers`` that guards or refuses layers that come later. Copies and pickles are plain."""
+
+    def __init__(self, entries: OrderedDict[str, Any], keeper: ValueKeeper) -> None:
+        self._keeper: Callable[[], ValueKeeper | None] = lambda: None
+        super().__init__(entries)
+        self._keeper = weakref.ref(keeper)
+
+    def __setitem__(self, name: str, layer: Any) -> None:
+        keeper = self._keeper()
+        if keeper is not None and isinstance(layer, nn.Layer):
+            _admit_layer(name, layer, keeper)
+        super().__setitem__(name, layer)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (list(self.items()),)
+
+    def copy(self) -> OrderedDict[str, Any]:  # type: ignore[override]
+        return OrderedDict(self.items())
+
+
+def _admit_param(name: str, param: EagerParamBase, keeper: ValueKeeper) -> None:
+    """Raises LayoutError for one that trains and was not there when the model was wrapped."""
+    if _keeper_of(param) is not keeper:
+        check_frozen([(name, param)])
+        keeper.note_late(name, param)
+
+
+def check_frozen(late: Iterable[tuple[str, EagerParamBase]]) -> None:
+    """Raises LayoutError for one that trains. ``late`` holds what came after the model was wrapped, with its name."""
+    for name, param in late:
+        if param.stop_gradient:
+            continue
+        raise LayoutError(
+            f"parameter '{name}' ({param.name}, of shape {list(param.shape)}) comes after the model was wrapped, so "
+            "nobody would train it or make it the same on all ranks. Add and replace parameters before the model is "
+            "wrapped, or freeze them (stop_gradient = True); write new values with set_value or set_state_dict"
+        )
+
+
+def _admit_layer(name: str, layer: nn.Layer, keeper: ValueKeeper) -> None:
+    """Guards a layer that comes late. Raises LayoutError for parameters that train and for sparse embeddings."""
+    for prefix, part in layer.named_sublayers(prefix=name, include_self=True):
+        for key, param in OrderedDict.items(part._parameters):
+            if param is not None:
+                _admit_param(f"{prefix}.{key}", param, keeper)
+    sparse = sparse_embedding(layer, name)
+    if sparse is not None:
+        raise LayoutError(sparse)
+    guard_layers(layer, keeper)
+
+
+def sparse_embedding(model: nn.Layer, prefix: str = "") -> str | None:
+    """Why a model with ``nn.Embedding(sparse=True)`` in it is refused, naming the layer; None without one."""
+    for name, layer in model.named_sublayers(prefix=prefix, include_self=True):
+        if isinstance(layer, nn.Embedding) and getattr(layer, "_sparse", False):
+            return (
+                f"layer '{name}': nn.Embedding(sparse=True) is not supported; use sparse=False. A sparse gradient "
+                "holds the rows that this rank has used, which are others on each rank, so no bucket has room for it"
+            )
+    return None
+
+
 def guard_params(params: list[EagerParamBase], keeper: ValueKeeper) -> None:
     """Turns each of ``params`` into a GuardedParameter; the objects stay the same. Own subclasses stay unguarded."""
     for param in params:
         if type(param) is EagerParamBase:
             param.__class__ = GuardedParameter
-        param.__dict__["_hp_guard"] = _Guard(keeper)
+        param.__dict__["_hp_guard"] = _Guard(keeper, held=True)
 
 
 def guard_layers(model: nn.Layer, keeper: ValueKeeper) -> None:
-    """Guards ``_parameters`` of every layer of ``model``."""
+    """Guards ``_parameters`` and ``_sub_layers`` of every layer of ``model``; what they hold now may stay there."""
     for layer in model.sublayers(include_self=True):
-        if layer._parameters:
+        for param in OrderedDict.values(layer._parameters):
+            if param is not None and _keeper_of(param) is None:
+                param.__dict__["_hp_guard"] = _Guard(keeper)
+        if not _is_guarded(layer, keeper):
             layer.__dict__["_parameters"] = GuardedParameters(layer._parameters, keeper)
+            layer.__dict__["_sub_layers"] = GuardedSublayers(layer._sub_layers, keeper)
+
+
+def _is_guarded(layer: nn.Layer, keeper: ValueKeeper) -> bool:
+    mappings = (layer._parameters, layer._sub_layers)
+    return all(isinstance(mapping, _GUARDED) and mapping._keeper() is keeper for mapping in mappings)
+
+
+_GUARDED = (GuardedParameters, GuardedSublayers)
+
+
+def layer_lists(model: nn.Layer) -> list[weakref.ref[nn.Layer]]:
+    """The lists of layers in ``model``, for ``guard_again``."""
+    return [weakref.ref(layer) for layer in model.sublayers(include_self=True) if isinstance(layer, nn.LayerList)]
+
+
+def guard_again(lists: list[weakref.ref[nn.Layer]], keeper: ValueKeeper) -> None:
+    """Looks at what has come into lists of layers whose mapping is a new one, as after ``del layers[0]``.
+
+    Raises:
+        LayoutError: a layer with parameters that train has come in.
+    """
+    for reference in lists:
+        layer = reference()
+        if layer is not None and type(layer._sub_layers) is not GuardedSublayers:
+            for name, child in layer._sub_layers.items():
+                _admit_layer(name, child, keeper)
+            layer.__dict__["_sub_layers"] = GuardedSublayers(layer._sub_layers, keeper)
+
+
+def held_param(model: nn.Layer) -> str | None:
+    """Name of the first parameter of ``model`` that the optimizer of a wrapped model updates; None without one."""
+    for name, param in model.named_parameters():
+        guard = param.__dict__.get("_hp_guard")
+        if guard is not None and guard.held and guard.keeper() is not None:
+            return str(name)
+    return None

@@ -80,6 +80,10 @@ class Schedule:
         self._trains = False
         self._entries = [0] * len(plan.units)
         self._sleeping: list[EagerParamBase] = []
+        self._written: set[int] = set()
+        self._lists = guard.layer_lists(model)
+        self._vectors_beside: dict[int, list[int]] = {}
+        self._late: list[tuple[str, EagerParamBase]] = []
         self._find_places(plan)
         self._register(plan, [param for buffer in self.buffers for param in buffer.params])
 
@@ -97,6 +101,8 @@ class Schedule:
         is later and hides more. Parameters that a layer also holds in a list of its own need not be looked up: they are
         waited for here, and so is everything where gathers run only so far ahead.
         """
+        if self._written:
+            self._check_written()
         if unit == ROOT and not backward.in_backward():
             self._close_units()  # a forward that raised has left some open
         if not self._active_total:
@@ -140,7 +146,9 @@ class Schedule:
         if self.buffers[place.bucket].status is not Status.READY:
             if self._active_total:
                 self._start_up_to(place.bucket, prefetch=0)
-            self.finish_gather(place.bucket)
+                self.finish_gather(place.bucket)
+            else:
+                self._finish_layer(place.bucket)
 
     def _count_entry(self, unit: int) -> None:
         self._entries[unit] += 1
@@ -186,6 +194,7 @@ class Schedule:
 
     def reshard(self, freed: Sequence[int]) -> None:
         """Keeps what was written to the parameters, and frees the buckets that ``unshard`` found freed."""
+        self._check_written()
         for buffer in self.buffers:
             if buffer.status is Status.READY:
                 buffer.store_full()
@@ -229,6 +238,15 @@ class Schedule:
         buffer.finish_gather()
         self._under_way -= 1
 
+    def _finish_layer(self, bucket: int) -> None:
+        """Waits for the bucket, and for vectors of its layers, where nobody but the user knows what comes next.
+
+        ``F.linear`` with a bias whose storage is away leaves it out, in silence; with such a weight it raises.
+        """
+        self.finish_gather(bucket)
+        for other in self._vectors_beside.get(bucket, ()):
+            self.finish_gather(other)
+
     # -- guard.ValueKeeper ---------------------------------------------------------------------------------------
 
     def make_readable(self, param: EagerParamBase) -> None:
@@ -238,7 +256,7 @@ class Schedule:
             return
         buffer = self.buffers[place.bucket]
         if buffer.status is Status.SYNCING:
-            self._finish(buffer)
+            self._finish_layer(place.bucket)
         elif buffer.status is Status.SHARDED:
             raise StateError(
                 f"parameter '{param.name}' (bucket '{buffer.name}') is sharded: its value exists only while its layer "
@@ -248,8 +266,20 @@ class Schedule:
     def note_write(self, param: EagerParamBase) -> None:
         """A write to a parameter reaches the shard, which may have storage of its own."""
         place = self._places.get(id(param))
-        if place is not None and self.buffers[place.bucket].status is Status.READY:
-            self.buffers[place.bucket].store_full()
+        if place is not None:
+            self._written.add(place.bucket)
+            if self.buffers[place.bucket].status is Status.READY:
+                self.buffers[place.bucket].store_full()
+
+    def note_late(self, name: str, param: EagerParamBase) -> None:
+        """A frozen parameter came after the model was wrapped. ``step()`` sees to it that it stays frozen."""
+        self._late.append((name, param))
+
+    def _check_written(self) -> None:
+        """Raises LayoutError where a write, such as that of ``Layer.to``, gave a parameter other storage."""
+        for bucket in self._written:
+            self.buffers[bucket].check_params()
+        self._written.clear()
 
     def note_clear(self, param: EagerParamBase, *, set_to_zero: bool) -> None:
         """What has been reduced or added up of the parameter's gradient goes too."""
@@ -292,6 +322,9 @@ class Schedule:
         self.forget_forward()
         self._first_uses, self._used = [], set()
         self.start_gathers()
+        guard.guard_again(self._lists, self)
+        guard.check_frozen(self._late)
+        self._written.clear()
         for buffer in self.buffers:
             buffer.check_params()
 
@@ -324,10 +357,22 @@ class Schedule:
                 if buffer.layout.number not in self._unit_buckets[unit]:
                     self._unit_buckets[unit].append(buffer.layout.number)
 
+        self._find_vectors(plan)
         for unit, key in plan.captured:
             place = self._places.get(key)
             if place is not None and place.bucket not in self._unlooked[unit]:
                 self._unlooked[unit].append(place.bucket)
+
+    def _find_vectors(self, plan: UnitPlan) -> None:
+        by_layer: dict[str, list[EagerParamBase]] = {}
+        for entry in plan.params:
+            if id(entry.param) in self._places:
+                by_layer.setdefault(entry.name.rpartition(".")[0], []).append(entry.param)
+        for params in by_layer.values():
+            vectors = {self._places[id(param)].bucket for param in params if param.ndim == 1}
+            for bucket in {self._places[id(param)].bucket for param in params}:
+                beside = self._vectors_beside.setdefault(bucket, [])
+                beside.extend(sorted(vectors - {bucket, *beside}))
 
     def _register(self, plan: UnitPlan, params: list[EagerParamBase]) -> None:
         model = plan.units[0].layer
@@ -390,8 +435,12 @@ def _gradient_hook(schedule: Schedule, bucket: int, index: int) -> Callable[[], 
 
 
 def keep_schedule(model: nn.Layer, schedule: Schedule) -> None:
-    """Has ``model`` own ``schedule``: a model outlives its optimizer, and gathers may still be under way then."""
-    model.__dict__["_hp_sharding_schedule"] = _Kept(schedule)
+    """Has ``model`` own ``schedule``: a model outlives its optimizer, and gathers may still be under way then.
+
+    So may a layer of it that is kept alone.
+    """
+    for layer in model.sublayers(include_self=True):
+        layer.__dict__["_hp_sharding_schedule"] = _Kept(schedule)
 
 
 def schedule_of(model: nn.Layer) -> Schedule | None:

@@ -38,8 +38,8 @@ class StepTimes(NamedTuple):
     compute_ms: float
     gather_ms: float
     reduce_ms: float
-    replicate_ms: float
     exposed_ms: float
+    replicate_ms: float = 0.0
 
 
 MAX_STEPS = 1000
@@ -120,5 +120,12 @@ def _sum_up(step_s: float, spans: Iterable[Span]) -> StepTimes:
     for span in spans:
         busy_ms[span.lane] = busy_ms.get(span.lane, 0.0) + span.duration_ms
     step_ms = step_s * 1e3
-    lanes = (busy_ms[lane] for lane in ("gather", "reduce", "replicate"))
-    return StepTimes(step_ms, step_ms - busy_ms["wait"], *lanes, busy_ms["wait"])
+    wait_ms = busy_ms.pop("wait")
+    return StepTimes(
+        step_ms=step_ms,
+        compute_ms=step_ms - wait_ms,
+        gather_ms=busy_ms["gather"],
+        reduce_ms=busy_ms["reduce"],
+        exposed_ms=wait_ms,
+        replicate_ms=busy_ms["replicate"],
+    )

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import paddle
 from paddle import nn
 from paddle.base.framework import EagerParamBase
+from paddle.regularizer import L1Decay, L2Decay
 
 from .arena import GradientArena
 from .buffer import FusedCommBuffer
 from .comm import Communicator
-from .errors import ConfigError
+from .errors import ConfigError, LayoutError
 from .numerics import GradientPart, NormClipper, norm_domains
 from .timeline import Timeline
 
@@ -50,18 +51,55 @@ def check_optimizer(optimizer: Any) -> None:
         )
     if optimizer._use_multi_tensor:
         raise ConfigError(f"{kinds[0]}(use_multi_tensor=True): not supported with sharding; leave it False")
+    params = optimizer_params(optimizer)
+    count = Counter(map(id, params))
+    twice = next((param.name for param in params if count[id(param)] > 1), None)
+    if twice is not None:
+        raise ConfigError(
+            f"{kinds[0]} holds parameter '{twice}' more than once, so plain Paddle would update it as often in each "
+            "step. Give it each parameter once; model.parameters() holds tied ones once"
+        )
     for clip in _clips(optimizer):
-        if clip is not None and not _is_known(clip):
-            raise ConfigError(
-                f"grad_clip {type(clip).__name__}: only ClipGradByGlobalNorm, ClipGradByNorm and ClipGradByValue are "
-                "known to work on shards"
-            )
+        _check_clip(clip)
+    _check_regularizer(optimizer.regularization, "weight_decay")
+    for param in params:
+        _check_regularizer(getattr(param, "regularizer", None), f"parameter '{param.name}'")
 
 
-def _is_known(clip: Any) -> bool:
-    """Whether it is one of Paddle's own, or a subclass that clips as that one does."""
+def check_fresh(optimizer: paddle.optimizer.Optimizer) -> None:
+    """Refuses an optimizer that has state of whole parameters, which slices cannot go on from.
+
+    Raises:
+        ConfigError: it has made a step or loaded a state.
+    """
+    if any(optimizer._accumulators.values()) or optimizer._accumulators_holder:
+        raise ConfigError(
+            f"{type(optimizer).__name__} already has state of whole parameters, from a step or a loaded state_dict, "
+            "which cannot be split over ranks. Wrap a new optimizer, before its first step; load a state that was "
+            "saved from the wrapped optimizer into the wrapped one"
+        )
+
+
+def _check_clip(clip: Any) -> None:
+    """Refuses what is not one of Paddle's own, or a subclass that clips as that one does."""
     kinds = (*_NORM_CLIPS, nn.ClipGradByValue)
-    return any(isinstance(clip, kind) and type(clip)._dygraph_clip is kind._dygraph_clip for kind in kinds)
+    known = any(isinstance(clip, kind) and type(clip)._dygraph_clip is kind._dygraph_clip for kind in kinds)
+    if clip is not None and not known:
+        raise ConfigError(
+            f"grad_clip {type(clip).__name__}: only ClipGradByGlobalNorm, ClipGradByNorm and ClipGradByValue are "
+            "known to work on shards"
+        )
+
+
+def _check_regularizer(regularizer: Any, owner: str) -> None:
+    """Refuses what is not one of Paddle's own, or a subclass that computes as that one does."""
+    known = any(type(regularizer).__call__ is kind.__call__ for kind in (L1Decay, L2Decay))
+    # AdamW takes a number from each group, and the others make an L2Decay of it.
+    if regularizer is not None and not isinstance(regularizer, (int, float)) and not known:
+        raise ConfigError(
+            f"{owner}, regularizer {type(regularizer).__name__}: only L1Decay and L2Decay are known to work element "
+            "by element"
+        )
 
 
 def optimizer_params(optimizer: paddle.optimizer.Optimizer) -> list[EagerParamBase]:
@@ -110,15 +148,35 @@ class InnerUpdates:
         self._group_of = {id(param): number for number, group in enumerate(self._groups) for param in group["params"]}
         self._parts: dict[int, list[_Part]] = {}
         self._clipper: NormClipper | None = None
+        self._clip_settings: Any = None
+        self._known_clips = _clips(inner)
         self._add_parts([buffer.layout.number for buffer in buffers if not buffer.layout.frozen])
+        inner._add_param_group, inner.step, inner.minimize = _refuse_group, _refuse_step, _refuse_step
+        ratio = getattr(inner, "_lr_ratio", None)
+        if ratio is not None:
+            inner._lr_ratio = _RatioOfWhole(ratio, optimizer_params(inner))
 
     @property
     def clips_by_norm(self) -> bool:
-        """Whether ``clip`` has anything to do; the same on every rank."""
-        return any(isinstance(clip, _NORM_CLIPS) for clip in _clips(self._inner))
+        """Whether ``clip`` has anything to do; the same on every rank.
+
+        Raises:
+            ConfigError: the optimizer was given a clip that is not known to work on shards.
+        """
+        clips = _clips(self._inner)
+        if clips != self._known_clips:
+            for clip in clips:
+                _check_clip(clip)
+            self._known_clips = clips
+        return any(isinstance(clip, _NORM_CLIPS) for clip in clips)
 
     def clip(self) -> None:
         """Clips all gradients in the arena by the norms asked for. All sums must be final and averaged."""
+        bounds = [(clip, getattr(clip, "clip_norm", None)) for clip in _clips(self._inner)]
+        flags = [_needs_clip(param) for buffer in self._buffers for param in buffer.params]
+        settings = (bounds, flags, len(self._parts))
+        if settings != self._clip_settings:
+            self._clip_settings, self._clipper = settings, self._make_clipper()
         if self._clipper is not None:
             self._clipper.clip()
 
@@ -130,13 +188,12 @@ class InnerUpdates:
             self._add_parts([bucket])  # frozen when wrapped, and thawed since
         return due
 
-    def apply(self, bucket: int, used: Sequence[bool]) -> None:
-        """Updates the bucket's shard. Parameters that are frozen or never had a gradient are skipped, as by Paddle."""
+    def apply(self, buckets: Sequence[int], used: Sequence[Sequence[bool]]) -> None:
+        """Updates the buckets' shards. Parameters that are frozen or never had a gradient are skipped, as by Paddle."""
         by_group: dict[int, list[tuple[EagerParamBase, paddle.Tensor]]] = defaultdict(list)
-        for part in self._parts[bucket]:
-            if used[part.slot] and not part.param.stop_gradient:
-                if part.slice.stop_gradient:
-                    part.slice.stop_gradient = False
+        for bucket, part in ((number, part) for number in buckets for part in self._parts[number]):
+            if used[bucket][part.slot] and not part.param.stop_gradient:
+                _follow(part)
                 by_group[part.group].append((part.slice, part.gradient))
         for group in sorted(by_group):
             self._apply_group(group, by_group[group])
@@ -170,7 +227,6 @@ class InnerUpdates:
     def _add_parts(self, buckets: Sequence[int]) -> None:
         for bucket in buckets:
             self._parts[bucket] = self._bucket_parts(self._buffers[bucket])
-        self._clipper = self._make_clipper() if self.clips_by_norm else None
 
     def _bucket_parts(self, buffer: FusedCommBuffer) -> list[_Part]:
         reduced = self._arena.slice(buffer.layout.number)
@@ -196,3 +252,44 @@ class InnerUpdates:
 
 def _needs_clip(param: EagerParamBase) -> bool:
     return getattr(param, "need_clip", True) is not False
+
+
+def _follow(part: _Part) -> None:
+    """Gives the slice what the user has set on its parameter since: thawed, another rate, decay or clipping flag."""
+    if part.slice.stop_gradient:
+        part.slice.stop_gradient = False
+    theirs, own = part.param.__dict__, part.slice.__dict__
+    for name in _FOLLOWED:
+        value = theirs.get(name)
+        if value is not own.get(name):
+            if name == "regularizer":
+                _check_regularizer(value, f"parameter '{part.param.name}'")
+            setattr(part.slice, name, value)
+
+
+_FOLLOWED = ("optimize_attr", "regularizer", "need_clip")
+
+
+def _refuse_group(group: Any) -> None:
+    raise LayoutError(
+        "a parameter group was added to an optimizer that is sharded: its parameters would not be trained. Add all "
+        "groups before fleet.distributed_optimizer or hp_sharding.shard"
+    )
+
+
+def _refuse_step(*_: Any, **__: Any) -> None:
+    raise ConfigError(
+        "this optimizer is sharded, so a step of its own would leave the parameters as they are or different on each "
+        "rank. Call step() of the one that fleet.distributed_optimizer or hp_sharding.shard returned"
+    )
+
+
+class _RatioOfWhole:
+    """AdamW's ``lr_ratio`` for slices: the user's function is asked about the parameter that the slice is part of."""
+
+    def __init__(self, ratio: Callable[[EagerParamBase], float], params: Sequence[EagerParamBase]) -> None:
+        self._ratio = ratio
+        self._params = {param.name: param for param in params}
+
+    def __call__(self, part: EagerParamBase) -> float:
+        return self._ratio(self._params[part.name])

@@ -221,3 +221,10 @@ def test_a_forgotten_sum_is_overwritten() -> None:
     assert arena.spare_bytes == 0
     _replicate(arena, 0)
     assert _value(arena, 0) == 10
+
+
+def test_a_partial_sum_is_not_taken_for_none() -> None:
+    arena = GradientArena(_layouts(300, 300), 1.0, n_replicas=2)
+    _reduce_into(arena, 0, 3.0)
+    arena.zero_unsummed()
+    assert _value(arena, 0) == 3

@@ -10,17 +10,11 @@ import paddle
 import pytest
 from paddle import nn
 
-from hp_sharding.arena import GradientArena
-from hp_sharding.buffer import BufferPlace, FusedCommBuffer
 from hp_sharding.errors import ConfigError
-from hp_sharding.layout import BucketRules, ParamSpec, plan_buckets
-from hp_sharding.timeline import Timeline
-from hp_sharding.updates import InnerUpdates, check_optimizer, optimizer_params
-from tests.fakes import PoisoningPool, WaitingLane
+from hp_sharding.updates import check_optimizer, optimizer_params
+from tests.slices import MakeOptimizer, Rank, make_gradients, make_model, plain_steps, together
 
-_MakeOptimizer = Callable[[nn.Layer], Any]
-
-ELEMENTWISE: dict[str, _MakeOptimizer] = {
+ELEMENTWISE: dict[str, MakeOptimizer] = {
     "SGD": lambda model: paddle.optimizer.SGD(0.1, parameters=model.parameters(), weight_decay=0.01),
     "Momentum": lambda model: paddle.optimizer.Momentum(0.1, parameters=model.parameters(), use_nesterov=True),
     "Adam": lambda model: paddle.optimizer.Adam(0.1, parameters=model.parameters(), weight_decay=0.01),
@@ -37,100 +31,16 @@ ELEMENTWISE: dict[str, _MakeOptimizer] = {
 }
 
 
-def _model() -> nn.Layer:
-    """Parameters of several sizes, the largest of which lies in several shards."""
-    paddle.seed(2)
-    model = nn.Sequential(nn.Linear(40, 17), nn.Linear(17, 5))
-    for number, param in enumerate(model.parameters()):
-        param.name = f"p{number}"
-    return model
-
-
-def _gradients(model: nn.Layer, step: int) -> list[np.ndarray[Any, Any]]:
-    generator = np.random.default_rng(step)
-    return [generator.standard_normal(param.shape, dtype=np.float32) for param in model.parameters()]
-
-
-class _Rank:
-    """One rank's slices of a model, and the optimizer over them."""
-
-    def __init__(self, make_optimizer: _MakeOptimizer, nranks: int, rank: int, model: nn.Layer | None = None) -> None:
-        self.model = model or _model()
-        self.inner = make_optimizer(self.model)
-        self.lane = WaitingLane("gather", nranks=nranks, rank=rank)
-        params = optimizer_params(self.inner)
-        specs = [
-            ParamSpec(param.name, param.size, "float32", 4, number // 2, param.stop_gradient)
-            for number, param in enumerate(params)
-        ]
-        layouts = plan_buckets(specs, ["u0", "u1"], BucketRules(nranks, 10**6, True, False))
-        place = BufferPlace(rank, self.lane, PoisoningPool(), True)
-        self.buffers = [
-            FusedCommBuffer(layout, [params[slot.param] for slot in layout.slots], place) for layout in layouts
-        ]
-        self.arena = GradientArena(layouts, 1.0)
-        self.updates = InnerUpdates(
-            self.inner, self.buffers, self.arena, comm=self.lane, timeline=Timeline(enabled=False)
-        )
-
-    def put(self, gradients: list[np.ndarray[Any, Any]]) -> None:
-        """Reduced gradients of all parameters, in the model's order, into this rank's arena."""
-        by_name = {param.name: value for param, value in zip(self.model.parameters(), gradients, strict=True)}
-        for buffer in self.buffers:
-            self.arena.expect_sum(buffer.layout.number)
-            for piece in buffer.layout.pieces(self.lane.rank):
-                value = by_name[buffer.params[piece.slot].name].reshape(-1)
-                part = value[piece.param_offset_numel : piece.param_offset_numel + piece.numel]
-                start = piece.shard_offset_numel
-                self.arena.slice(buffer.layout.number)._slice(start, start + piece.numel).copy_(
-                    paddle.to_tensor(part), False
-                )
-
-    @paddle.no_grad()
-    def apply(self, used: bool = True) -> None:
-        for buffer in self.buffers:
-            flags = [used] * len(buffer.params)
-            if self.updates.is_due(buffer.layout.number, {buffer.layout.number: flags}):  # type: ignore[arg-type]
-                self.updates.apply(buffer.layout.number, flags)
-
-    def pieces(self) -> dict[str, list[np.ndarray[Any, Any]]]:
-        found: dict[str, list[np.ndarray[Any, Any]]] = {}
-        for buffer in self.buffers:
-            for piece in buffer.slices:
-                found.setdefault(buffer.params[piece.param].name, []).append(piece.tensor.numpy())
-        return found
-
-
-def _together(ranks: list[_Rank]) -> dict[str, np.ndarray[Any, Any]]:
-    """Whole parameters, flat, put together from every rank's slices."""
-    found: dict[str, list[np.ndarray[Any, Any]]] = {}
-    for rank in ranks:
-        for name, pieces in rank.pieces().items():
-            found.setdefault(name, []).extend(pieces)
-    return {name: np.concatenate(pieces) for name, pieces in found.items()}
-
-
-def _plain_steps(make_optimizer: _MakeOptimizer, steps: int, model: nn.Layer | None = None) -> nn.Layer:
-    model = model or _model()
-    optimizer = make_optimizer(model)
-    for step in range(steps):
-        for param, gradient in zip(model.parameters(), _gradients(model, step), strict=True):
-            param.grad = paddle.to_tensor(gradient)
-        optimizer.step()
-        optimizer.clear_grad()
-    return model
-
-
 @pytest.mark.parametrize("nranks", [1, 2, 3])
 @pytest.mark.parametrize("name", list(ELEMENTWISE))
 def test_slices_of_all_ranks_are_updated_as_the_whole_is(name: str, nranks: int) -> None:
-    ranks = [_Rank(ELEMENTWISE[name], nranks, rank) for rank in range(nranks)]
+    ranks = [Rank(ELEMENTWISE[name], nranks, rank) for rank in range(nranks)]
     for step in range(4):
         for rank in ranks:
-            rank.put(_gradients(rank.model, step))
+            rank.put(make_gradients(rank.model, step))
             rank.apply()
-    found = _together(ranks)
-    for param in _plain_steps(ELEMENTWISE[name], 4).parameters():
+    found = together(ranks)
+    for param in plain_steps(ELEMENTWISE[name], 4).parameters():
         np.testing.assert_array_equal(found[param.name], param.numpy().reshape(-1), err_msg=param.name)
 
 
@@ -171,32 +81,31 @@ def _clipped_by_value(model: nn.Layer) -> Any:
 
 @pytest.mark.parametrize("nranks", [1, 3])
 @pytest.mark.parametrize("make", [_two_groups, _no_decay_on_biases, _with_own_factors, _clipped_by_value])
-def test_what_the_user_set_for_a_parameter_holds_for_its_slices(make: _MakeOptimizer, nranks: int) -> None:
-    ranks = [_Rank(make, nranks, rank) for rank in range(nranks)]
+def test_what_the_user_set_for_a_parameter_holds_for_its_slices(make: MakeOptimizer, nranks: int) -> None:
+    ranks = [Rank(make, nranks, rank) for rank in range(nranks)]
     for step in range(3):
         for rank in ranks:
-            rank.put(_gradients(rank.model, step))
+            rank.put(make_gradients(rank.model, step))
             rank.apply()
-    found = _together(ranks)
-    for param in _plain_steps(make, 3).parameters():
+    found = together(ranks)
+    for param in plain_steps(make, 3).parameters():
         np.testing.assert_array_equal(found[param.name], param.numpy().reshape(-1), err_msg=param.name)
 
 
 def test_parameters_that_the_optimizer_lacks_stay() -> None:
-    rank = _Rank(lambda model: paddle.optimizer.SGD(0.1, parameters=model[1].parameters()), 1, 0)
+    rank = Rank(lambda model: paddle.optimizer.SGD(0.1, parameters=model[1].parameters()), 1, 0)
     assert [param.name for buffer in rank.buffers for param in buffer.params] == ["p2", "p3"]
 
 
 def test_only_used_parameters_that_train_are_updated() -> None:
-    rank = _Rank(ELEMENTWISE["SGD"], 1, 0)
-    before = _together([rank])
+    rank = Rank(ELEMENTWISE["SGD"], 1, 0)
+    before = together([rank])
     params = rank.model.parameters()
     params[2].stop_gradient = True
-    rank.put(_gradients(rank.model, 0))
+    rank.put(make_gradients(rank.model, 0))
     with paddle.no_grad():
-        rank.updates.apply(0, [True, False])
-        rank.updates.apply(1, [True, True])
-    after = _together([rank])
+        rank.updates.apply([0, 1], [[True, False], [True, True]])
+    after = together([rank])
     assert [np.array_equal(before[name], after[name]) for name in ("p0", "p1", "p2", "p3")] == [
         False,
         True,
@@ -206,7 +115,7 @@ def test_only_used_parameters_that_train_are_updated() -> None:
 
 
 def test_a_bucket_is_due_where_a_parameter_that_trains_was_used() -> None:
-    rank = _Rank(ELEMENTWISE["SGD"], 1, 0)
+    rank = Rank(ELEMENTWISE["SGD"], 1, 0)
     assert rank.updates.is_due(0, [[False, True], [False, False]])
     assert not rank.updates.is_due(1, [[False, True], [False, False]])
     rank.buffers[0].params[1].stop_gradient = True
@@ -214,29 +123,29 @@ def test_a_bucket_is_due_where_a_parameter_that_trains_was_used() -> None:
 
 
 def test_what_was_frozen_when_wrapped_is_updated_after_it_thaws() -> None:
-    model, plain = _model(), _model()
+    model, plain = make_model(), make_model()
     for param in model[0].parameters():
         param.stop_gradient = True
-    rank = _Rank(ELEMENTWISE["AdamW"], 2, 0, model)
-    other_model = _model()
+    rank = Rank(ELEMENTWISE["AdamW"], 2, 0, model)
+    other_model = make_model()
     for param in other_model[0].parameters():
         param.stop_gradient = True
-    other = _Rank(ELEMENTWISE["AdamW"], 2, 1, other_model)
+    other = Rank(ELEMENTWISE["AdamW"], 2, 1, other_model)
     for side in (rank, other):
         for param in side.model[0].parameters():
             param.stop_gradient = False
         for step in range(2):
-            side.put(_gradients(side.model, step))
+            side.put(make_gradients(side.model, step))
             side.apply()
-    found = _together([rank, other])
-    for param in _plain_steps(ELEMENTWISE["AdamW"], 2, plain).parameters():
+    found = together([rank, other])
+    for param in plain_steps(ELEMENTWISE["AdamW"], 2, plain).parameters():
         np.testing.assert_array_equal(found[param.name], param.numpy().reshape(-1), err_msg=param.name)
 
 
 # -- clipping by norms -------------------------------------------------------------------------------------------------
 
 
-def _clipped(clip: Any, need_clip: bool = True) -> _MakeOptimizer:
+def _clipped(clip: Any, need_clip: bool = True) -> MakeOptimizer:
     def make(model: nn.Layer) -> Any:
         model.parameters()[1].need_clip = need_clip
         return paddle.optimizer.SGD(0.1, parameters=model.parameters(), grad_clip=clip)
@@ -244,7 +153,7 @@ def _clipped(clip: Any, need_clip: bool = True) -> _MakeOptimizer:
     return make
 
 
-_CLIPS: dict[str, _MakeOptimizer] = {
+_CLIPS: dict[str, MakeOptimizer] = {
     "global norm, clips": _clipped(nn.ClipGradByGlobalNorm(1.0)),
     "global norm, does not": _clipped(nn.ClipGradByGlobalNorm(1e6)),
     "global norm, skips": _clipped(nn.ClipGradByGlobalNorm(1e6, auto_skip_clip=True)),
@@ -270,13 +179,13 @@ _CLIPS: dict[str, _MakeOptimizer] = {
 
 @pytest.mark.parametrize("name", list(_CLIPS))
 def test_clipping_equals_plain_paddle(name: str) -> None:
-    rank = _Rank(_CLIPS[name], 1, 0)
+    rank = Rank(_CLIPS[name], 1, 0)
     for step in range(2):
-        rank.put(_gradients(rank.model, step))
+        rank.put(make_gradients(rank.model, step))
         rank.updates.clip()
         rank.apply()
-    found = _together([rank])
-    for param in _plain_steps(_CLIPS[name], 2).parameters():
+    found = together([rank])
+    for param in plain_steps(_CLIPS[name], 2).parameters():
         np.testing.assert_allclose(found[param.name], param.numpy().reshape(-1), rtol=2e-6, atol=1e-7)
     assert rank.lane.labels("all_reduce") == ["gradient norm"] * 2
     assert rank.lane.n_pending == 0
@@ -284,8 +193,8 @@ def test_clipping_equals_plain_paddle(name: str) -> None:
 
 def test_a_norm_is_over_the_shards_of_all_ranks() -> None:
     """Every rank holds the same here, so the squared norm is ``nranks`` times this rank's."""
-    rank = _Rank(_clipped(nn.ClipGradByGlobalNorm(1.0)), 2, 0)
-    rank.put(_gradients(rank.model, 0))
+    rank = Rank(_clipped(nn.ClipGradByGlobalNorm(1.0)), 2, 0)
+    rank.put(make_gradients(rank.model, 0))
     own = sum(float((rank.arena.slice(bucket) ** 2).sum()) for bucket in (0, 1))
     before = rank.arena.slice(0).numpy().copy()
     rank.updates.clip()
@@ -293,8 +202,8 @@ def test_a_norm_is_over_the_shards_of_all_ranks() -> None:
 
 
 def test_padding_does_not_count_and_stays_zero() -> None:
-    rank = _Rank(_clipped(nn.ClipGradByGlobalNorm(1.0)), 1, 0)
-    rank.put(_gradients(rank.model, 0))
+    rank = Rank(_clipped(nn.ClipGradByGlobalNorm(1.0)), 1, 0)
+    rank.put(make_gradients(rank.model, 0))
     rank.updates.clip()
     for buffer in rank.buffers:
         for start, end in buffer.layout.gaps():
@@ -302,16 +211,16 @@ def test_padding_does_not_count_and_stays_zero() -> None:
 
 
 def test_without_a_norm_nothing_is_sent() -> None:
-    rank = _Rank(_clipped_by_value, 1, 0)
+    rank = Rank(_clipped_by_value, 1, 0)
     assert not rank.updates.clips_by_norm
     rank.updates.clip()
     assert rank.lane.log == []
 
 
 def test_the_users_clip_is_in_place_again_after_an_update() -> None:
-    rank = _Rank(_CLIPS["global norm, clips"], 1, 0)
+    rank = Rank(_CLIPS["global norm, clips"], 1, 0)
     clip = rank.inner._grad_clip
-    rank.put(_gradients(rank.model, 0))
+    rank.put(make_gradients(rank.model, 0))
     rank.apply()
     assert rank.inner._grad_clip is clip
 
@@ -319,8 +228,8 @@ def test_the_users_clip_is_in_place_again_after_an_update() -> None:
 @pytest.mark.parametrize("name", ["global norm, clips", "groups"])
 def test_a_norm_is_not_clipped_by_twice(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The inner optimizer sees this rank's slices only, whose norm means nothing."""
-    rank = _Rank(_CLIPS[name], 1, 0)
-    rank.put(_gradients(rank.model, 0))
+    rank = Rank(_CLIPS[name], 1, 0)
+    rank.put(make_gradients(rank.model, 0))
     for kind in (nn.ClipGradByGlobalNorm, nn.ClipGradByNorm):
         monkeypatch.setattr(kind, "__call__", None)
     rank.apply()
@@ -328,9 +237,9 @@ def test_a_norm_is_not_clipped_by_twice(monkeypatch: pytest.MonkeyPatch, name: s
 
 @pytest.mark.parametrize(("name", "expected"), [("SGD", 0), ("Momentum", 4), ("AdamW", 8), ("Adam, amsgrad", 12)])
 def test_bytes_of_moments_an_element(name: str, expected: int) -> None:
-    rank = _Rank(ELEMENTWISE[name], 1, 0)
+    rank = Rank(ELEMENTWISE[name], 1, 0)
     assert rank.updates.moment_bytes() == 0
-    rank.put(_gradients(rank.model, 0))
+    rank.put(make_gradients(rank.model, 0))
     rank.apply()
     assert rank.updates.moment_bytes() == expected
 
@@ -365,7 +274,7 @@ def _weights() -> list[Any]:
 
 @pytest.mark.parametrize("name", list(ELEMENTWISE))
 def test_elementwise_optimizers_are_accepted(name: str) -> None:
-    check_optimizer(ELEMENTWISE[name](_model()))
+    check_optimizer(ELEMENTWISE[name](make_model()))
 
 
 def test_subclasses_of_what_is_known_are_accepted() -> None:
@@ -404,7 +313,7 @@ def test_what_cannot_be_sharded_is_named(make: Callable[[], Any], message: str) 
 
 
 def test_parameters_of_all_groups_in_order() -> None:
-    model = _model()
+    model = make_model()
     assert [param.name for param in optimizer_params(_two_groups(model))] == ["p0", "p1", "p2", "p3"]
     plain = paddle.optimizer.SGD(0.1, parameters=model.parameters())
     assert [param.name for param in optimizer_params(plain)] == ["p0", "p1", "p2", "p3"]
