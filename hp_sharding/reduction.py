@@ -109,6 +109,7 @@ class Reducer:
         self._unreduced = False
         self._armed = False
         self._broken = False
+        self._incomplete = False
         self.learned_order: list[int] | None = None
         self.gather_order_changed = False
         self._always_last = rules.tied
@@ -242,18 +243,19 @@ class Reducer:
             facts = agreement.result()
             self._merge_used(facts.used)
             if facts.failed:
-                if discard:
-                    # Nothing more is sent for this round: some ranks come here, others have raised below.
-                    continue
-                raise StateError(
-                    f"rank {self._rank}: the backward failed on some rank of this group, so the reduced gradients are "
-                    "incomplete. Call optimizer.clear_grad() on every rank and skip this batch"
-                )
+                # Nothing more is sent for this round, whether a rank discards it or raises below.
+                self._incomplete = True
+                continue
             new_order = new_order or facts.new_order
             for bucket in (bucket for bucket in self.order if facts.repeats[bucket]):
                 self._launch(bucket)
         if self._replicator is not None:
             self._replicator.flush()
+        if self._incomplete and not discard:
+            raise StateError(
+                f"rank {self._rank}: the backward failed on some rank of this group, so the reduced gradients are "
+                "incomplete. Call optimizer.clear_grad() on every rank and skip this batch"
+            )
         return new_order
 
     def is_reduced(self, bucket: int) -> bool:
@@ -278,6 +280,7 @@ class Reducer:
         if self._broken:
             self.reduce_leftovers()
         self.settle(discard=True)
+        self._incomplete = False
         self._wait_all()
         self._arena.clear()
         self._unreduced = False
