@@ -271,3 +271,35 @@ def test_the_second_gradient_shard_is_counted_where_it_is_used() -> None:
     assert accumulated["gradient_shard_bytes"] == 2 * plain["gradient_shard_bytes"]
     assert accumulated["formula_bytes"] - plain["formula_bytes"] == plain["gradient_shard_bytes"]
     assert np.isfinite(accumulated["measured_bytes"])
+
+
+# -- eight ranks -----------------------------------------------------------------------------------------------------
+
+
+def _train_tiny_layers(rank: int, nranks: int, comm_fusion: bool) -> tuple[list[float], Values]:
+    """32 layers of 8 x 8 over two replicas of four."""
+    paddle.seed(7)
+    model = paddle.nn.Sequential(*[paddle.nn.Linear(8, 8) for _ in range(32)])
+    settings = {**BOTH, "comm_fusion": comm_fusion, "n_replicas": 2, "delay_s": 0.0, "poison": False}
+    _, optimizer, _ = wrap(model, make_optimizer("SGD", model), nranks, **settings)
+    losses = []
+    for step in range(4):
+        x = paddle.to_tensor(np.random.default_rng([step, rank]).normal(size=[4, 8]).astype("float32"))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.clear_grad()
+        losses.append(float(loss))
+    return losses, values(model)
+
+
+@pytest.mark.slow
+def test_eight_ranks_with_and_without_fusion() -> None:
+    """Not bitwise: over four ranks the order of a sum depends on whose shard an element lies in."""
+    fused = harness.run(_train_tiny_layers, 8, True, timeout_s=110)
+    apart = harness.run(_train_tiny_layers, 8, False, timeout_s=110)
+    for (losses, end), (other_losses, other_end) in zip(fused, apart, strict=True):
+        assert losses == pytest.approx(other_losses, rel=1e-5)
+        assert_close(end, other_end, 1e-5)
+    for runs in (fused, apart):
+        assert_all_equal([end for _, end in runs])
