@@ -114,6 +114,7 @@ def _options() -> argparse.Namespace:
         "--patience-s", type=float, default=120, help="seconds for waiting while others are busy and for repeated turns"
     )
     parser.add_argument("--buffer-mb", type=float, default=BUFFER_MB, help="hp_sharding's comm_buffer_size_MB")
+    parser.add_argument("--replicate-mb", type=float, default=BUFFER_MB / 2, help="its replicate_buffer_size_MB")
     parser.add_argument("--quick", action="store_true", help="a small model, one round of two steps")
     parser.add_argument("--loopback", action="store_true", help="no shaped links, even as root")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
@@ -136,7 +137,8 @@ def _be_rank(options: argparse.Namespace) -> None:
     shape = Shape(layers=2, width=128) if options.quick else Shape()
 
     def build() -> tuple[Trainee, Batches]:
-        trainee = CONTENDERS[options.as_rank].build(shape, {"comm_buffer_size_MB": options.buffer_mb})
+        sizes = {"comm_buffer_size_MB": options.buffer_mb, "replicate_buffer_size_MB": options.replicate_mb}
+        trainee = CONTENDERS[options.as_rank].build(shape, sizes)
         return trainee, Batches(shape, int(os.environ["PADDLE_TRAINER_ID"]))
 
     paddle.set_device("cpu")
@@ -203,7 +205,7 @@ class Course:
 
 def _run(seating: list[links.Seat], options: argparse.Namespace) -> Course:
     shared = ["-m", "benchmarks.step", *(["--quick"] if options.quick else [])]
-    shared += ["--buffer-mb", str(options.buffer_mb)]
+    shared += ["--buffer-mb", str(options.buffer_mb), "--replicate-mb", str(options.replicate_mb)]
     groups: list[Group] = []
     try:
         for name in options.contenders:
@@ -256,6 +258,7 @@ def _circumstances(options: argparse.Namespace, *, rate_mbit: int | None) -> dic
         "rounds": options.rounds,
         "steps": options.steps,
         "buffer_mb": options.buffer_mb,
+        "replicate_mb": options.replicate_mb,
     }
 
 
