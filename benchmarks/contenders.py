@@ -49,6 +49,14 @@ class Contender:
     trains_alone: bool = False
 
 
+SHARD_RANKS = 2
+"""Ranks among which a replica is sharded."""
+
+
+def _degrees(world: int) -> dict[str, int]:
+    return {"dp_degree": world // SHARD_RANKS, "sharding_degree": SHARD_RANKS}
+
+
 def _compute_alone(shape: Shape, _: Flags) -> Trainee:
     from benchmarks.gpt import build_model, build_optimizer
 
@@ -64,7 +72,7 @@ def _ours(**flags: Any) -> Callable[[Shape, Flags], Trainee]:
         from hp_sharding import fleet, full_parameters
 
         strategy = fleet.DistributedStrategy()
-        strategy.hybrid_configs = {"dp_degree": 1, "sharding_degree": paddle.distributed.get_world_size()}
+        strategy.hybrid_configs = _degrees(paddle.distributed.get_world_size())
         strategy.hp_sharding_configs = {"timeline": True, **flags, **more}
         fleet.init(is_collective=True, strategy=strategy)
         model = fleet.distributed_model(build_model(shape))
@@ -99,7 +107,7 @@ def _sharding_v1(shape: Shape, _: Flags) -> Trainee:
     from hp_sharding.comm import collision_free_groups
 
     strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {"dp_degree": 1, "sharding_degree": paddle.distributed.get_world_size()}
+    strategy.hybrid_configs = _degrees(paddle.distributed.get_world_size())
     with collision_free_groups():
         fleet.init(is_collective=True, strategy=strategy)
     model = fleet.distributed_model(build_model(shape))

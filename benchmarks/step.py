@@ -3,6 +3,7 @@
     python -m benchmarks.step                  # as root: two hosts joined by links of 1 Gbit/s; about four minutes
     python -m benchmarks.step --quick          # a look at whether it works; its figures mean little
     python -m benchmarks.step --rate-mbit 2500 --contenders compute stage2_overlap --json
+    python -m benchmarks.step --replicas 2     # four hosts: two replicas of two ranks each
 
 A GPT of 26 million parameters, float32, AdamW, batch 4 x 128 a rank, one processor core a rank. Every contender has its
 own processes, which wait while the others train: they take turns, round after round, in one run. *Compute alone* is the
@@ -22,12 +23,13 @@ import signal
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks import links
-from benchmarks.contenders import CONTENDERS
+from benchmarks.contenders import CONTENDERS, SHARD_RANKS
 from benchmarks.quiet import Meter, await_quiet
 from benchmarks.turns import PHASES, Group, RankTurn, Turn, serve
 
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
     from benchmarks.contenders import Trainee
     from benchmarks.gpt import Batches
 
-NRANKS = 2
 BUFFER_MB = 8.0
 """On a link of 1 Gbit/s they take 34 ms, less than the forward of a layer; the default of 25 suits faster links."""
 FIRST_WARMUP_STEPS = 3
@@ -67,6 +68,8 @@ TARGETS = (
     Target("times faster than sharding V1, at least", "sharding_v1", 1.8, False),
 )
 
+REPLICA_TARGETS = (Target("times compute alone, at most", "compute", 1.25, True),)
+
 
 def main() -> None:
     """Runs the benchmark, or one rank of it."""
@@ -79,9 +82,10 @@ def main() -> None:
     reason = "asked for" if options.loopback else links.available()
     if reason:
         print(f"no shaped links ({reason}): over loopback, whose speed is that of memory")
-    network = links.loopback(NRANKS) if reason else links.shaped(NRANKS, rate_mbit=options.rate_mbit)
+    nranks = SHARD_RANKS * options.replicas
+    network = links.loopback(nranks) if reason else links.shaped(nranks, rate_mbit=options.rate_mbit)
     with network as hosts:
-        course = _run(links.seats(hosts, NRANKS), options)
+        course = _run(links.seats(hosts, nranks), options)
     result = {
         **_circumstances(options, rate_mbit=None if reason else options.rate_mbit),
         "foreign_cpu_share": statistics.fmean(course.shares),
@@ -92,7 +96,8 @@ def main() -> None:
     # They are meant for the whole model, this speed of link, and a machine that does nothing else.
     comparable = result["rate_mbit"] == links.RATE_MBIT and not options.quick
     undisturbed = result["foreign_cpu_share"] <= FOREIGN_LIMIT
-    result["targets"] = _targets(result["rows"]) if comparable and undisturbed else []
+    targets = TARGETS if options.replicas == 1 else REPLICA_TARGETS
+    result["targets"] = _targets(result["rows"], targets) if comparable and undisturbed else []
     _print(result)
     if options.json:
         print(json.dumps(result))
@@ -102,12 +107,14 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A training step of hp_sharding beside Paddle's own ways.")
     parser.add_argument("--rate-mbit", type=int, default=links.RATE_MBIT, help="speed of the links")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
+    parser.add_argument("--replicas", type=int, default=1, help=f"of {SHARD_RANKS} ranks each, a host for every rank")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="timed steps of each contender in each round")
     parser.add_argument(
         "--patience-s", type=float, default=120, help="seconds for waiting while others are busy and for repeated turns"
     )
     parser.add_argument("--buffer-mb", type=float, default=BUFFER_MB, help="hp_sharding's comm_buffer_size_MB")
+    parser.add_argument("--replicate-mb", type=float, default=BUFFER_MB / 2, help="its replicate_buffer_size_MB")
     parser.add_argument("--quick", action="store_true", help="a small model, one round of two steps")
     parser.add_argument("--loopback", action="store_true", help="no shaped links, even as root")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
@@ -130,7 +137,8 @@ def _be_rank(options: argparse.Namespace) -> None:
     shape = Shape(layers=2, width=128) if options.quick else Shape()
 
     def build() -> tuple[Trainee, Batches]:
-        trainee = CONTENDERS[options.as_rank].build(shape, {"comm_buffer_size_MB": options.buffer_mb})
+        sizes = {"comm_buffer_size_MB": options.buffer_mb, "replicate_buffer_size_MB": options.replicate_mb}
+        trainee = CONTENDERS[options.as_rank].build(shape, sizes)
         return trainee, Batches(shape, int(os.environ["PADDLE_TRAINER_ID"]))
 
     paddle.set_device("cpu")
@@ -150,12 +158,12 @@ class Course:
         repeated: turns that do not count, because other programs took too much.
     """
 
-    def __init__(self, groups: list[Group], *, steps: int, patience_s: float) -> None:
+    def __init__(self, groups: list[Group], *, nranks: int, steps: int, patience_s: float) -> None:
         self._groups = groups
         self._steps = steps
         self._patience_s = patience_s
         self.turns: dict[str, list[list[RankTurn]]] = {group.name: [] for group in groups}
-        self.losses: dict[str, list[list[float]]] = {group.name: [[] for _ in range(NRANKS)] for group in groups}
+        self.losses: dict[str, list[list[float]]] = {group.name: [[] for _ in range(nranks)] for group in groups}
         self.shares: list[float] = []
         self.repeated = 0
 
@@ -197,14 +205,14 @@ class Course:
 
 def _run(seating: list[links.Seat], options: argparse.Namespace) -> Course:
     shared = ["-m", "benchmarks.step", *(["--quick"] if options.quick else [])]
-    shared += ["--buffer-mb", str(options.buffer_mb)]
+    shared += ["--buffer-mb", str(options.buffer_mb), "--replicate-mb", str(options.replicate_mb)]
     groups: list[Group] = []
     try:
         for name in options.contenders:
             _say(f"starting: {CONTENDERS[name].title}")
             groups.append(Group(name, [*shared, "--as-rank", name], seating, _machine_environment()))
             groups[-1].await_ready()
-        course = Course(groups, steps=options.steps, patience_s=options.patience_s)
+        course = Course(groups, nranks=len(seating), steps=options.steps, patience_s=options.patience_s)
         course.set_up()
         for number in range(options.rounds):
             course.go_round(f"round {number + 1} of {options.rounds}")
@@ -245,11 +253,12 @@ def _circumstances(options: argparse.Namespace, *, rate_mbit: int | None) -> dic
         "python": platform.python_version(),
         "paddle": version("paddlepaddle"),
         "rate_mbit": rate_mbit,
-        "nranks": NRANKS,
+        "nranks": SHARD_RANKS * options.replicas,
         "quick": options.quick,
         "rounds": options.rounds,
         "steps": options.steps,
         "buffer_mb": options.buffer_mb,
+        "replicate_mb": options.replicate_mb,
     }
 
 
@@ -310,10 +319,10 @@ def _largest_difference(losses: list[list[float]], reference: list[list[float]])
     return max(abs(loss - other) / abs(other) for loss, other in pairs)
 
 
-def _targets(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def _targets(rows: dict[str, dict[str, Any]], targets: Sequence[Target]) -> list[dict[str, Any]]:
     found = []
     ours = rows.get("stage2_overlap")
-    for target in TARGETS:
+    for target in targets:
         if ours is None or target.other not in rows:
             continue
         other_ms = rows[target.other]["step_ms"]

@@ -230,12 +230,13 @@ def report_table(optimizer: Any) -> str:
     """Where the time of a step went, and the memory of the model state beside what the formula expects."""
     times = optimizer.timeline.summary()
     memory = optimizer.memory_report()
-    sent_anything = times["gather_ms"] + times["reduce_ms"] > 0
+    sent_anything = times["gather_ms"] + times["reduce_ms"] + times["replicate_ms"] > 0
     rows = [
         ("step", f"{times['step_ms']:10.1f} ms"),
         ("  compute", f"{times['compute_ms']:10.1f} ms"),
         ("  gather, in the background", f"{times['gather_ms']:10.1f} ms"),
         ("  reduce, in the background", f"{times['reduce_ms']:10.1f} ms"),
+        ("  replicate, in the background", f"{times['replicate_ms']:10.1f} ms"),
         ("  exposed communication", f"{times['exposed_ms']:10.1f} ms"),
         ("  communication hidden", f"{times['overlap_percent']:10.1f} %" if sent_anything else "there was none"),
         ("model state, measured", f"{memory['measured_bytes'] / 2**20:10.2f} MiB"),

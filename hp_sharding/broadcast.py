@@ -25,30 +25,36 @@ def check_state_exists(model: paddle.nn.Layer) -> None:
             raise ConfigError(f"{name}: has no value yet (made under paddle.LazyGuard?); call its initialize() first")
 
 
-def broadcast_state(model: paddle.nn.Layer, communicator: Communicator) -> None:
-    """Overwrites parameters and buffers, running statistics included, with those of the group's first rank.
+def broadcast_state(model: paddle.nn.Layer, *communicators: Communicator) -> None:
+    """Overwrites parameters and buffers, running statistics included, with those of the first of all ranks.
 
     Every dtype and shape; buffers that ``state_dict()`` leaves out too. Tensors keep their storage. All ranks of the
     group call it together, and it returns when every tensor is in place.
 
     Args:
         model: built in the same way on every rank.
-        communicator: must carry the dtypes at hand.
+        communicators: one after the other they reach all ranks, beginning with the first; they must carry the dtypes
+            at hand.
 
     Raises:
         ConfigError: see ``check_state_exists``; before anything is sent.
         CommError: a peer is gone, late, or sends something of another name or size.
     """
     check_state_exists(model)
+    for communicator in communicators:
+        _broadcast_over(model, communicator)
+
+
+@paddle.no_grad()
+def _broadcast_over(model: paddle.nn.Layer, communicator: Communicator) -> None:
     under_way = []
-    with paddle.no_grad():
-        for name, tensor in _state(model):
-            flat = tensor.detach().reshape([-1])
-            # The label holds the shape, so that models that differ in it alone are told apart by the communicator.
-            work = communicator.broadcast(flat, src=0, label=f"{name}{list(tensor.shape)}")
-            under_way.append((tensor, flat, work))
-        for tensor, flat, work in under_way:
-            _finish(tensor, flat, work)
+    for name, tensor in _state(model):
+        flat = tensor.detach().reshape([-1])
+        # The label holds the shape, so that models that differ in it alone are told apart by the communicator.
+        work = communicator.broadcast(flat, src=0, label=f"{name}{list(tensor.shape)}")
+        under_way.append((tensor, flat, work))
+    for tensor, flat, work in under_way:
+        _finish(tensor, flat, work)
 
 
 def _finish(tensor: paddle.Tensor, flat: paddle.Tensor, work: Work) -> None:

@@ -32,13 +32,15 @@ class Facts(NamedTuple):
 
 
 class Agreement:
-    """One all-reduce of ``Facts`` under way over the ranks of ``comm``."""
+    """``Facts`` under way: added up over the ranks of one lane after the other, which reach all data ranks together."""
 
-    def __init__(self, facts: Facts, comm: Communicator, *, label: str) -> None:
+    def __init__(self, facts: Facts, lanes: Sequence[Communicator], *, label: str) -> None:
         counts = np.array([facts.new_order, facts.failed, *facts.repeats, *facts.used], dtype=np.int32)
         self._counts = paddle.to_tensor(counts)
         self._n_buckets = len(facts.repeats)
-        self.work: Work = comm.all_reduce(self._counts, label=label)
+        self.work: Work = lanes[0].all_reduce(self._counts, label=label)
+        for lane in lanes[1:]:
+            self.work = lane.all_reduce(self._counts, label=label, after=self.work)
 
     def result(self) -> Facts:
         """The facts that hold on any rank. Call only after ``work.wait()``."""
@@ -47,8 +49,9 @@ class Agreement:
         return Facts(agreed[0], agreed[1], agreed[2:split], agreed[split:])
 
 
-def publish(orders: Sequence[Sequence[int]], comm: Communicator) -> list[list[int]]:
-    """Rank 0's ``orders`` (each a permutation of the same length everywhere) on every rank. Blocks."""
+def publish(orders: Sequence[Sequence[int]], lanes: Sequence[Communicator]) -> list[list[int]]:
+    """Rank 0's ``orders`` (each a permutation of the same length everywhere) on every rank of all lanes. Blocks."""
     table = paddle.to_tensor(np.array(orders, dtype=np.int32).reshape(-1))
-    comm.broadcast(table, src=0, label="bucket order").wait()
+    for lane in lanes:
+        lane.broadcast(table, src=0, label="bucket order").wait()
     return [list(map(int, order)) for order in table.numpy().reshape(len(orders), -1)]

@@ -132,18 +132,27 @@ class ShardedOptimizer:
         return None, []
 
     @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self, *, replicate_only: bool = False) -> Iterator[None]:
         """Inside, backwards add up gradients locally and send nothing; the next backward outside reduces the sum.
 
         Holds full gradients meanwhile, in every stage. May be nested; restores the state found, also after an
         exception. Every rank must use it alike.
+
+        Args:
+            replicate_only: gradients are reduced over the shard group all the same, which needs less memory, and only
+                the all-reduce over the replicas waits for the next backward outside. Changes nothing where there is
+                one replica.
         """
-        before = self._reducer.sync
-        self._reducer.sync = False
+        reducer = self._reducer
+        before = reducer.sync, reducer.replicate
+        if replicate_only:
+            reducer.replicate = False
+        else:
+            reducer.sync = False
         try:
             yield
         finally:
-            self._reducer.sync = before
+            reducer.sync, reducer.replicate = before
 
     def full_grad(self, param: paddle.Tensor) -> paddle.Tensor | None:
         """The reduced, averaged gradient of ``param``, whole, on every rank; None where it has had none.
@@ -209,6 +218,7 @@ class ShardedOptimizer:
             keeps_full=not self.config.reshards_after_step,
             moment_bytes=self._updates.moment_bytes(),
         )
+        state = state._replace(gradient_shard=state.gradient_shard + self._arena.spare_bytes)
         allocated = core.host_memory_stat_current_value("Allocated", 0)
         return {
             "measured_bytes": allocated - self._baseline_bytes,
@@ -283,7 +293,7 @@ class ShardedOptimizer:
     def _publish_orders(self) -> None:
         reducer, schedule = self._reducer, self._schedule
         mine = [reducer.learned_order or reducer.order, schedule.learned_gather_order or schedule.gather_order]
-        reduce_order, gather_order = publish(mine, self.buffers[0].place.gather)
+        reduce_order, gather_order = publish(mine, reducer.lanes.agree)
         reducer.adopt_order(reduce_order)
         schedule.adopt_gather_order(gather_order)
 

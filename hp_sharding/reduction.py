@@ -18,6 +18,7 @@ from .buffer import FusedCommBuffer, GradientStorage
 from .comm import Communicator, Work
 from .errors import StateError
 from .facts import Agreement, Facts
+from .replication import Replicator
 from .timeline import Timeline
 
 MAX_LIVE_GRADIENTS = 2
@@ -32,10 +33,23 @@ order changes all the time does not pay a broadcast for it in every step."""
 
 
 class ReduceLanes(NamedTuple):
-    """Where reductions and agreements travel."""
+    """Where reductions and agreements travel.
+
+    Attributes:
+        reduce: over the shard group; carries the reduce-scatters.
+        agree: lanes that one after the other reach all data ranks, the replicas first; idle during backward, so that
+            what is agreed on does not queue behind gradients.
+        replicate: over the replicas of this rank's shard; None where there is one.
+    """
 
     reduce: Communicator
-    agree: Communicator
+    agree: Sequence[Communicator]
+    replicate: Communicator | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of all data ranks."""
+        return all(lane.rank == 0 for lane in self.agree)
 
 
 class ReduceRules(NamedTuple):
@@ -45,11 +59,13 @@ class ReduceRules(NamedTuple):
         overlap: launch during backward.
         keeps_gradient: stage 1, full gradients stay in ``param.grad``.
         tied: buckets with parameters of more than one layer; they always wait for the end of backward.
+        replicate_bytes: reduced neighbours up to this size share an all-reduce over the replicas.
     """
 
     overlap: bool
     keeps_gradient: bool
     tied: frozenset[int]
+    replicate_bytes: int = 1
 
 
 class Reducer:
@@ -57,6 +73,8 @@ class Reducer:
 
     Attributes:
         sync: False inside ``no_sync()``: gradients add up locally.
+        replicate: False inside ``no_sync(replicate_only=True)``: sums stay those of this shard group.
+        lanes: where everything travels.
         order: agreed order in which buckets are reduced.
         learned_order: a better order than ``order``, as this rank saw it; None where it is the same.
         gather_order_changed: set by the schedule where rank 0 should publish an order of gathers.
@@ -73,13 +91,15 @@ class Reducer:
         timeline: Timeline,
     ) -> None:
         self.sync = True
+        self.replicate = True
+        self.lanes = lanes
         backward = [buffer.layout.number for buffer in reversed(buffers)]
         self.order = sorted(backward, key=lambda bucket: bucket in rules.tied)
         self.used = [[False] * len(buffer.params) for buffer in buffers]
         self._buffers = list(buffers)
         self._arena = arena
-        self._lanes = lanes
         self._rules = rules
+        self._replicator = _make_replicator(buffers, arena, lanes=lanes, rules=rules, timeline=timeline)
         self._timeline = timeline
         self._works: list[Work | None] = [None] * len(buffers)
         self._in_flight: deque[Work] = deque()
@@ -89,6 +109,7 @@ class Reducer:
         self._unreduced = False
         self._armed = False
         self._broken = False
+        self._incomplete = False
         self.learned_order: list[int] | None = None
         self.gather_order_changed = False
         self._always_last = rules.tied
@@ -167,18 +188,34 @@ class Reducer:
     # -- told by the optimizer -----------------------------------------------------------------------------------
 
     def reduce_leftovers(self) -> None:
-        """One round for gradients that only ``no_sync`` backwards produced. Same on every rank."""
-        if self._unreduced:
+        """One round for what has not been reduced, or not over the replicas. Same on every rank.
+
+        Only ``no_sync`` leaves such gradients; and a backward that has failed on this rank leaves its part of a round,
+        which the others wait for.
+        """
+        if self._broken:
+            self.finish_round()
+            self._broken = False
+        elif self._unreduced:
             self._reset_backward()
             for index, buffer in enumerate(self._buffers):
                 self._expected[index] = sum(not param.stop_gradient for param in buffer.params)
             self.finish_round()
+        elif self._replicator is not None:
+            partial = set(self._arena.partial())
+            for bucket in (bucket for bucket in self.order if bucket in partial):
+                if self._replicator.is_waited_for(bucket):
+                    continue
+                self._replicator.add(bucket, self._works[bucket])
+            self._replicator.flush()
 
     def finish_round(self) -> None:
         """Launches the buckets of this round that are left, then the agreement."""
         for bucket in self.order:
             if not self._launched[bucket] and self._is_live(bucket):
                 self._launch(bucket)
+        if self._replicator is not None:
+            self._replicator.flush()
         self._learn_order()
         facts = Facts(
             new_order=self._wants_to_publish(),
@@ -186,7 +223,7 @@ class Reducer:
             repeats=self._repeats,
             used=[used for bucket in self.used for used in bucket],
         )
-        self._agreements.append(Agreement(facts, self._lanes.agree, label=f"agreement, backward {self._round}"))
+        self._agreements.append(Agreement(facts, self.lanes.agree, label=f"agreement, backward {self._round}"))
         self._timeline.watch(self._agreements[-1].work)
         self._round += 1
         self._unreduced = False
@@ -206,28 +243,34 @@ class Reducer:
             facts = agreement.result()
             self._merge_used(facts.used)
             if facts.failed:
-                if discard:
-                    # Nothing more is sent for this round: some ranks come here, others have raised below.
-                    continue
-                raise StateError(
-                    f"rank {self._lanes.agree.rank}: the backward failed on some rank of this group, so the reduced "
-                    "gradients are incomplete. Call optimizer.clear_grad() on every rank and skip this batch"
-                )
+                # Nothing more is sent for this round, whether a rank discards it or raises below.
+                self._incomplete = True
+                continue
             new_order = new_order or facts.new_order
             for bucket in (bucket for bucket in self.order if facts.repeats[bucket]):
                 self._launch(bucket)
+        if self._replicator is not None:
+            self._replicator.flush()
+        if self._incomplete and not discard:
+            raise StateError(
+                f"rank {self._rank}: the backward failed on some rank of this group, so the reduced gradients are "
+                "incomplete. Call optimizer.clear_grad() on every rank and skip this batch"
+            )
         return new_order
 
     def is_reduced(self, bucket: int) -> bool:
         """Whether ``wait`` would return at once."""
         work = self._works[bucket]
-        return work is None or work.done()
+        replicated = self._replicator is None or self._replicator.is_done(bucket)
+        return replicated and (work is None or work.done())
 
     def wait(self, bucket: int) -> None:
         """Returns once the bucket's slice of the arena holds the sum of all rounds so far."""
         work, self._works[bucket] = self._works[bucket], None
         if work is not None:
             self._timeline.wait(work)
+        if self._replicator is not None:
+            self._replicator.wait(bucket)
 
     def clear(self, set_to_zero: bool) -> None:
         """Forgets all gradients. Brings a model whose backward failed back into step with its peers.
@@ -235,9 +278,9 @@ class Reducer:
         ``set_to_zero`` False also forgets which parameters have had a gradient, as plain Paddle's None does.
         """
         if self._broken:
-            self.finish_round()
-            self._broken = False
+            self.reduce_leftovers()
         self.settle(discard=True)
+        self._incomplete = False
         self._wait_all()
         self._arena.clear()
         self._unreduced = False
@@ -268,6 +311,10 @@ class Reducer:
         self.learned_order = None
 
     # -- parts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _rank(self) -> int:
+        return self.lanes.reduce.ranks[self.lanes.reduce.rank]
 
     def _store(self, bucket: int, index: int) -> None:
         buffer = self._buffers[bucket]
@@ -321,15 +368,22 @@ class Reducer:
             self._alloc(storage)
         storage.fill_missing()
         assert storage.full is not None
-        adds = self._arena.expect_sum(bucket)
-        # In stage 1 the full gradient itself holds the sum of all micro-batches, so the shard is overwritten.
-        work = self._lanes.reduce.reduce_scatter(
-            self._arena.slice(bucket),
+        if self._replicator is not None and self._replicator.is_waited_for(bucket):
+            # Of an earlier backward: its all-reduce writes where this sum may go.
+            self.wait(bucket)
+        if self._rules.keeps_gradient:
+            # The full gradient itself holds the sum of all micro-batches, so the shard is overwritten.
+            self._arena.forget(bucket)
+        target = self._arena.expect_sum(bucket)
+        work = self.lanes.reduce.reduce_scatter(
+            target.slice,
             storage.full,
             label=f"{buffer.name}, backward {self._round}",
-            accumulate=adds and not self._rules.keeps_gradient,
+            accumulate=target.accumulate,
         )
         self._works[bucket] = self._timeline.watch(work)
+        if self._replicator is not None and self.replicate:
+            self._replicator.add(bucket, work)
         self._launched[bucket] = True
         if not self._rules.keeps_gradient:
             self._in_flight.append(work)
@@ -347,7 +401,7 @@ class Reducer:
     def _wants_to_publish(self) -> bool:
         learned = self.learned_order is not None or self.gather_order_changed
         due = self._round < PUBLISH_ALWAYS_ROUNDS or self._round % PUBLISH_EVERY_ROUNDS == 0
-        return learned and due and self._lanes.agree.rank == 0
+        return learned and due and self.lanes.is_first
 
     def _merge_used(self, agreed: list[bool]) -> None:
         position = 0
@@ -371,6 +425,20 @@ class Reducer:
             buffer.gradient.reset()
         elif buffer.gradient.full is not None:
             self._free(buffer.gradient)
+
+
+def _make_replicator(
+    buffers: Sequence[FusedCommBuffer],
+    arena: GradientArena,
+    *,
+    lanes: ReduceLanes,
+    rules: ReduceRules,
+    timeline: Timeline,
+) -> Replicator | None:
+    if lanes.replicate is None:
+        return None
+    layouts = [buffer.layout for buffer in buffers]
+    return Replicator(layouts, arena, lane=lanes.replicate, limit_bytes=rules.replicate_bytes, timeline=timeline)
 
 
 def _drop_gradient(param: EagerParamBase) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import paddle
 from paddle import nn
@@ -31,6 +31,26 @@ from .updates import InnerUpdates, check_fresh, check_optimizer, optimizer_param
 
 LOG = logging.getLogger("hp_sharding")
 LANES = ("gather", "reduce")
+"""Over the ranks of a shard group."""
+REPLICA_LANES = ("replicate", "agree")
+"""Over the replicas of a shard, where there are several."""
+
+
+class Grid(NamedTuple):
+    """The ranks that share the data: those among which a replica is sharded, times the replicas.
+
+    Attributes:
+        shard: global ranks of this rank's shard group.
+        replicate: global ranks that hold the same shard, one of each replica.
+    """
+
+    shard: list[int]
+    replicate: list[int]
+
+    @property
+    def n_ranks(self) -> int:
+        """All data ranks."""
+        return len(self.shard) * len(self.replicate)
 
 
 def shard(
@@ -50,8 +70,10 @@ def shard(
         model: built alike on all ranks.
         optimizer: a Paddle optimizer over some or all of the model's parameters that updates element by element.
         config: settings; None for the defaults.
-        shard_group: a Paddle group or global ranks; None for all ranks.
-        replicate_group: not supported yet; None, or a group of one.
+        shard_group: a Paddle group or global ranks among which a replica is sharded; None for all ranks, or for this
+            rank alone where there is a replicate group.
+        replicate_group: a Paddle group or global ranks that hold the same shard, one of each replica; None for one
+            replica. It and the shard group have this rank in common, and no other.
 
     Returns:
         The optimizer to use instead of the one given. In a group of one it is plain training.
@@ -60,9 +82,7 @@ def shard(
         ConfigError: wrapped before, an optimizer that cannot be sharded or has made a step, parameters that the model
             does not have, or a layer that cannot be served. No collective has then started.
     """
-    ranks = _ranks("shard_group", shard_group)
-    if replicate_group is not None and len(_ranks("replicate_group", replicate_group)) > 1:
-        raise ConfigError("replicate_group: more than one replica is not supported yet; use one shard group")
+    grid = _grid(shard_group, replicate_group)
     config = config if config is not None else ShardingConfig()
     if not isinstance(config, ShardingConfig):
         raise ConfigError(
@@ -70,19 +90,26 @@ def shard(
             "a dict"
         )
     check_wrap(model, optimizer)
-    if len(ranks) > 1:
+    if grid.n_ranks > 1:
         check_fresh(optimizer)
-    return shard_over(model, optimizer, config, lanes=open_lanes(model, ranks, timeout_s=config.timeout_s))
+    return shard_over(model, optimizer, config, lanes=open_lanes(model, grid, timeout_s=config.timeout_s))
 
 
-def open_lanes(model: nn.Layer, ranks: Sequence[int], *, timeout_s: float) -> dict[str, Communicator]:
+def open_lanes(model: nn.Layer, grid: Grid, *, timeout_s: float) -> dict[str, Communicator]:
     """Connects the ranks and gives all of them the first one's parameters and buffers. Nothing for one rank."""
-    if len(ranks) == 1:
+    if grid.n_ranks == 1:
         return {}
     names = [*LANES, fingerprint.LANE] if fingerprint.is_wanted() else LANES
-    lanes = create_communicators(ranks, names, timeout_s=timeout_s)
-    broadcast_state(model, lanes[LANES[0]])
+    lanes = create_communicators(grid.shard, names, timeout_s=timeout_s)
+    if len(grid.replicate) > 1:
+        lanes |= create_communicators(grid.replicate, REPLICA_LANES, timeout_s=timeout_s)
+    broadcast_state(model, *_reach_everyone(lanes))
     return lanes
+
+
+def _reach_everyone(lanes: Mapping[str, Communicator]) -> list[Communicator]:
+    """Lanes that one after the other reach all data ranks, from the first one on."""
+    return [lanes[name] for name in ("agree", "gather") if name in lanes]
 
 
 def shard_over(
@@ -153,7 +180,8 @@ def build(
         model: see ``shard``.
         optimizer: see ``shard``.
         config: see ``shard``.
-        lanes: a Communicator for each name in ``LANES``; one more compares what the ranks launch on these.
+        lanes: a Communicator for each name in ``LANES``, and in ``REPLICA_LANES`` where there are replicas; one more
+            compares what the ranks launch on these.
         pool: where freed storage goes; None for a pool of its own.
     """
     plan = find_units(model, config.units)
@@ -161,18 +189,22 @@ def build(
     entries = [entry for entry in plan.params if id(entry.param) in held and _has_place(entry.param)]
     compared = Fingerprint(lanes[fingerprint.LANE]) if fingerprint.LANE in lanes else None
     if compared is not None:
-        lanes = compared.watch({name: lanes[name] for name in LANES})
+        lanes = compared.watch({name: lane for name, lane in lanes.items() if name != fingerprint.LANE})
     gather = lanes["gather"]
     layouts = _plan_layouts(plan, entries, config, gather.nranks)
     place = BufferPlace(gather.rank, gather, pool or StoragePool(), not config.reshards_after_step)
     buffers = [FusedCommBuffer(layout, _members(layout, entries), place) for layout in layouts]
-    arena = GradientArena(layouts, config.gradient_divisor(gather.nranks))
+    replicate = lanes.get("replicate")
+    n_replicas = replicate.nranks if replicate is not None else 1
+    arena = GradientArena(layouts, config.gradient_divisor(gather.nranks * n_replicas), n_replicas)
     timeline = Timeline(config.timeline)
     reducer = Reducer(
         buffers,
         arena,
-        lanes=ReduceLanes(lanes["reduce"], gather),
-        rules=ReduceRules(config.reduce_overlap, config.stage == 1, _tied_buckets(layouts, entries)),
+        lanes=ReduceLanes(lanes["reduce"], _reach_everyone(lanes), replicate),
+        rules=ReduceRules(
+            config.reduce_overlap, config.stage == 1, _tied_buckets(layouts, entries), config.replicate_buffer_bytes
+        ),
         timeline=timeline,
     )
     schedule = Schedule(
@@ -190,7 +222,7 @@ def build(
         fingerprint=compared,
     )
     keep_schedule(model, schedule)
-    _log_layout(layouts, gather, config)
+    _log_layout(layouts, gather, n_replicas, config)
     return sharded
 
 
@@ -214,9 +246,21 @@ def full_parameters(model: nn.Layer) -> Iterator[nn.Layer]:
         schedule.reshard(freed)
 
 
+def _grid(shard_group: Any, replicate_group: Any) -> Grid:
+    me = paddle.distributed.get_rank()
+    everyone = list(range(paddle.distributed.get_world_size()))
+    replicate = [me] if replicate_group is None else _ranks("replicate_group", replicate_group)
+    shard = (everyone if replicate == [me] else [me]) if shard_group is None else _ranks("shard_group", shard_group)
+    common = sorted(set(shard) & set(replicate))
+    if common != [me]:
+        raise ConfigError(
+            f"shard_group {shard} and replicate_group {replicate}: expected rank {me} to be the only one in both, "
+            f"found {common}. Ranks that hold the same shard form a replicate group"
+        )
+    return Grid(shard, replicate)
+
+
 def _ranks(name: str, group: Any) -> list[int]:
-    if group is None:
-        return list(range(paddle.distributed.get_world_size()))
     me = paddle.distributed.get_rank()
     try:
         ranks = [int(rank) for rank in getattr(group, "ranks", group)]
@@ -262,13 +306,14 @@ def _tied_buckets(layouts: Sequence[BucketLayout], entries: Sequence[UnitParam])
     return frozenset(layout.number for layout in layouts if any(entries[slot.param].tied for slot in layout.slots))
 
 
-def _log_layout(layouts: Sequence[BucketLayout], gather: Communicator, config: ShardingConfig) -> None:
+def _log_layout(layouts: Sequence[BucketLayout], gather: Communicator, n_replicas: int, config: ShardingConfig) -> None:
     if gather.rank != 0:
         return
     total_mb = sum(layout.nbytes for layout in layouts) / 2**20
     LOG.info(
-        "stage %d over %d ranks: %d buckets, %.1f MB, all-gather overlap %s, reduce overlap %s",
-        config.stage, gather.nranks, len(layouts), total_mb, config.allgather_overlap, config.reduce_overlap,
+        "stage %d over %d ranks x %d replicas: %d buckets, %.1f MB, all-gather overlap %s, reduce overlap %s",
+        config.stage, gather.nranks, n_replicas, len(layouts), total_mb,
+        config.allgather_overlap, config.reduce_overlap,
     )  # fmt: skip
     for layout in layouts:
         name, dtype = layout.name, layout.dtype

@@ -1,7 +1,8 @@
 """Labelled spans of communication and waiting, and the numbers drawn from them. Costs a flag test when off.
 
-A span is (lane, label, start, end, bytes). Lanes are ``gather`` and ``reduce`` for the collectives and ``wait`` for the
-time in which the main thread did nothing but wait for one: that time is *exposed*. What is left of a step is compute.
+A span is (lane, label, start, end, bytes). Lanes are ``gather``, ``reduce`` and ``replicate`` for the collectives and
+``wait`` for the time in which the main thread did nothing but wait for one: that time is *exposed*. What is left of a
+step is compute.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class StepTimes(NamedTuple):
     gather_ms: float
     reduce_ms: float
     exposed_ms: float
+    replicate_ms: float = 0.0
 
 
 MAX_STEPS = 1000
@@ -92,14 +94,14 @@ class Timeline:
     def summary(self) -> dict[str, float]:
         """Medians over the recorded steps, in milliseconds, and ``overlap_percent``.
 
-        Keys: ``steps``, ``step_ms``, ``compute_ms``, ``gather_ms``, ``reduce_ms``, ``exposed_ms``,
-        ``overlap_percent`` (the part of the lanes' busy time during which the main thread was not waiting).
+        Keys: ``steps``, ``step_ms``, ``compute_ms``, ``gather_ms``, ``reduce_ms``, ``replicate_ms``,
+        ``exposed_ms``, ``overlap_percent`` (the part of the lanes' busy time in which the main thread did not wait).
         All zero where nothing was recorded.
         """
         if not self.steps:
             return dict.fromkeys(("steps", *StepTimes._fields, "overlap_percent"), 0.0)
         medians = {name: median(getattr(step, name) for step in self.steps) for name in StepTimes._fields}
-        busy_ms = medians["gather_ms"] + medians["reduce_ms"]
+        busy_ms = medians["gather_ms"] + medians["reduce_ms"] + medians["replicate_ms"]
         hidden = 1 - min(medians["exposed_ms"] / busy_ms, 1.0) if busy_ms else 1.0
         return {"steps": float(len(self.steps)), **medians, "overlap_percent": 100 * hidden}
 
@@ -114,8 +116,16 @@ class Timeline:
 
 
 def _sum_up(step_s: float, spans: Iterable[Span]) -> StepTimes:
-    busy_ms = {"gather": 0.0, "reduce": 0.0, "wait": 0.0}
+    busy_ms = {"gather": 0.0, "reduce": 0.0, "replicate": 0.0, "wait": 0.0}
     for span in spans:
         busy_ms[span.lane] = busy_ms.get(span.lane, 0.0) + span.duration_ms
     step_ms = step_s * 1e3
-    return StepTimes(step_ms, step_ms - busy_ms["wait"], busy_ms["gather"], busy_ms["reduce"], busy_ms["wait"])
+    wait_ms = busy_ms.pop("wait")
+    return StepTimes(
+        step_ms=step_ms,
+        compute_ms=step_ms - wait_ms,
+        gather_ms=busy_ms["gather"],
+        reduce_ms=busy_ms["reduce"],
+        exposed_ms=wait_ms,
+        replicate_ms=busy_ms["replicate"],
+    )

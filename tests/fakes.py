@@ -183,9 +183,11 @@ class WaitingLane(Communicator):
         return work
 
     def _arm(self) -> None:
-        """A work whose output an earlier one still writes begins with what that one leaves there."""
+        """A work that follows one, or whose output an earlier one writes, begins with what that one leaves there."""
         for position, pending in enumerate(self._pending):
             earlier = self._pending[:position]
+            if pending.after is not None and not pending.after.done():
+                continue
             if pending.before is None and not any(pending.transfer.overlaps(other.transfer) for other in earlier):
                 pending.arm(checks_input=self.checks_inputs)
 
@@ -193,6 +195,7 @@ class WaitingLane(Communicator):
         pending = self._pending[0]
         if pending.after is not None:
             pending.after.wait()
+            self._arm()
         work = pending.work
         work.start_s = time.perf_counter()
         if work.error is None:

@@ -18,13 +18,13 @@ from hp_sharding.comm import Communicator, Work, create_communicators, fingerpri
 from hp_sharding.comm.memory import bytes_of
 from hp_sharding.config import ShardingConfig
 from hp_sharding.optimizer import ShardedOptimizer
-from hp_sharding.sharding import LANES, build
+from hp_sharding.sharding import LANES, REPLICA_LANES, build
 from tests.fakes import PoisoningPool
 
 DELAY_S = 0.0008
 """Longest rest of a collective; the mean is half of it."""
 
-_lanes: dict[tuple[int, ...], dict[str, Communicator]] = {}
+_lanes: dict[tuple[int, int], dict[str, Communicator]] = {}
 
 
 class Call(NamedTuple):
@@ -122,32 +122,48 @@ class Wrapped(NamedTuple):
 
 
 def wrap(
-    model: paddle.nn.Layer, inner: Any, nranks: int, *, delay_s: float = DELAY_S, poison: bool = True, **settings: Any
+    model: paddle.nn.Layer,
+    inner: Any,
+    nranks: int,
+    *,
+    n_replicas: int = 1,
+    delay_s: float = DELAY_S,
+    poison: bool = True,
+    **settings: Any,
 ) -> Wrapped:
     """What ``hp_sharding.shard`` does, over late lanes and with freed memory of NaN. Collective.
 
     Args:
         nranks: all ranks of the test.
+        n_replicas: among how many replicas they are divided.
         delay_s: longest delay of a collective, 0 for none.
         poison: whether outputs of collectives and freed blocks hold NaN.
         settings: those of ``ShardingConfig``.
     """
-    lanes = real_lanes(nranks)
-    broadcast_state(model, lanes["gather"])
+    lanes = real_lanes(nranks, n_replicas)
+    broadcast_state(model, *(lanes[name] for name in ("agree", "gather") if name in lanes))
     calls: list[Call] = []
-    late = {name: LateLane(lanes[name], calls, delay_s) if poison else lanes[name] for name in LANES}
+    late = {name: LateLane(lane, calls, delay_s) if poison else lane for name, lane in lanes.items()}
     late[fingerprint.LANE] = lanes[fingerprint.LANE]
     pool = PoisoningPool() if poison else None
     return Wrapped(model, build(model, inner, ShardingConfig(**settings), lanes=late, pool=pool), calls)
 
 
-def real_lanes(nranks: int) -> dict[str, Communicator]:
-    """The lanes over all ranks, made once per process. What an earlier test left on them is over before a new one."""
-    ranks = tuple(range(nranks))
-    if ranks not in _lanes:
-        _lanes[ranks] = create_communicators(ranks, [*LANES, fingerprint.LANE], timeout_s=30)
+def real_lanes(nranks: int, n_replicas: int = 1) -> dict[str, Communicator]:
+    """The lanes over all ranks, made once per process. What an earlier test left on them is over before a new one.
+
+    Neighbouring ranks form a shard group, as with fleet.
+    """
+    if (nranks, n_replicas) not in _lanes:
+        degree = nranks // n_replicas
+        me = paddle.distributed.get_rank()
+        first = me - me % degree
+        lanes = create_communicators(range(first, first + degree), [*LANES, fingerprint.LANE], timeout_s=30)
+        if n_replicas > 1:
+            lanes |= create_communicators(range(me % degree, nranks, degree), REPLICA_LANES, timeout_s=30)
+        _lanes[nranks, n_replicas] = lanes
     gc.collect()
-    return _lanes[ranks]
+    return _lanes[nranks, n_replicas]
 
 
 def _poison(tensor: paddle.Tensor) -> None:

@@ -30,6 +30,8 @@ class Pipeline:
         tied: Sequence[int] = (),
         nranks: int = 1,
         rank: int = 0,
+        n_replicas: int = 1,
+        replicate_bytes: int = 1,
     ) -> None:
         self.log: list[Event] = []
         self.pool = PoisoningPool()
@@ -38,12 +40,13 @@ class Pipeline:
         self.params = [paddle.create_parameter([NUMEL], "float32") for _ in range(2 * n_buckets)]
         self.stage = stage
         self.buffers = self._buffers(n_buckets, nranks, rank)
-        self.arena = GradientArena([buffer.layout for buffer in self.buffers], nranks)
+        self.arena = GradientArena([buffer.layout for buffer in self.buffers], nranks * n_replicas, n_replicas)
+        self.replicate = WaitingLane("replicate", nranks=n_replicas, log=self.log)
         self.reducer = Reducer(
             self.buffers,
             self.arena,
-            lanes=ReduceLanes(self.reduce, self.agree),
-            rules=ReduceRules(overlap, stage == 1, frozenset(tied)),
+            lanes=ReduceLanes(self.reduce, [self.agree], self.replicate if n_replicas > 1 else None),
+            rules=ReduceRules(overlap, stage == 1, frozenset(tied), replicate_bytes),
             timeline=Timeline(False),
         )
 

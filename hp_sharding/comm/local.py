@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from .sums import Adder
 
 
 class LocalWork(Work):
-    """A copy, made at once, or as soon as somebody asks for it after the work that it follows is done."""
+    """A copy, made at once, or as soon as somebody asks for it after the works that it follows are done."""
 
     def __init__(self, op: str, label: str, lane: str, nbytes: int) -> None:
         self.op = op
@@ -28,16 +29,21 @@ class LocalWork(Work):
         self._lock = threading.Lock()
         self._copy: Callable[[], None] | None = None
         self._after: Work | None = None
+        self._before: LocalWork | None = None
 
-    def start(self, copy: Callable[[], None], after: Work | None) -> None:
-        """Once only."""
-        self._copy, self._after = copy, after
+    def start(self, copy: Callable[[], None], after: Work | None, before: LocalWork | None) -> None:
+        """Once only. ``before`` is the work ahead of it on its lane, if that is not done yet."""
+        self._copy, self._after, self._before = copy, after, before
         self.done()
 
     def wait(self) -> None:
         """See ``Work``."""
         if self.end_s is not None:
             return
+        if self._before is not None:
+            # Its failure is its own.
+            with contextlib.suppress(CommError):
+                self._before.wait()
         if self._after is not None:
             try:
                 self._after.wait()
@@ -55,7 +61,8 @@ class LocalWork(Work):
 
     def done(self) -> bool:
         """See ``Work``."""
-        if self.end_s is None and (self._after is None or self._after.done()):
+        ahead = (work for work in (self._before, self._after) if work is not None)
+        if self.end_s is None and all(work.done() for work in ahead):
             try:
                 self.wait()
             except CommError:
@@ -69,7 +76,7 @@ class LocalWork(Work):
             self.start_s = time.perf_counter()
             self._copy()
             # Whoever sees the work done may use the memory again, and finds nobody else holding it.
-            self._copy = self._after = None
+            self._copy = self._after = self._before = None
             self.end_s = time.perf_counter()
 
 
@@ -81,6 +88,7 @@ class LocalCommunicator(Communicator):
         self.lane = lane
         self.ranks = ranks
         self.rank = 0
+        self._last: LocalWork | None = None
 
     def all_gather(
         self, output: paddle.Tensor, input: paddle.Tensor, *, label: str = "", after: Work | None = None
@@ -132,7 +140,9 @@ class LocalCommunicator(Communicator):
             )
         nbytes = output.shape[0] * element.item_bytes
         work = LocalWork(op, label, self.lane, nbytes)
-        if after is None and not accumulate:
+        if self._last is not None and self._last.done():
+            self._last = None
+        if after is None and not accumulate and self._last is None:
             # Most are of this kind. With nothing to wait for there is no memory to be held, which costs ten times more.
             work.start_s = time.perf_counter()
             if not in_place:
@@ -150,7 +160,8 @@ class LocalCommunicator(Communicator):
             elif target.ctypes.data != source.ctypes.data:
                 np.copyto(target, source)
 
-        work.start(copy, after)
+        work.start(copy, after, self._last)
+        self._last = work
         return work
 
 

@@ -20,7 +20,7 @@ from ..broadcast import check_state_exists
 from ..comm import Communicator, collision_free_groups
 from ..config import ShardingConfig
 from ..errors import ConfigError
-from ..sharding import open_lanes, shard_over
+from ..sharding import Grid, open_lanes, shard_over
 from .strategy import Degrees, resolve_degrees, sharding_config, with_degrees
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Session:
         settings = self._require_init("distributed_model")
         self._check_new_model(model)
         check_state_exists(model)
-        self._lanes[model] = open_lanes(model, range(settings.world), timeout_s=settings.config.timeout_s)
+        self._lanes[model] = open_lanes(model, _grid(settings), timeout_s=settings.config.timeout_s)
         self._models.append(weakref.ref(model))
         return model
 
@@ -202,6 +202,14 @@ def _init_paddle(role_maker: Any, strategy: PaddleStrategy, degrees: Degrees, lo
         paddle_fleet.init(role_maker=role_maker, is_collective=True, strategy=strategy, log_level=log_level)
 
 
+def _grid(settings: _Settings) -> Grid:
+    """Who is in this rank's groups: Paddle deals the ranks out, in an order that a strategy may change."""
+    if settings.world == 1:
+        return Grid([0], [0])
+    groups = paddle_topology._HYBRID_PARALLEL_GROUP
+    return Grid(list(groups.get_sharding_parallel_group().ranks), list(groups.get_data_parallel_group().ranks))
+
+
 def _degrees_of(groups: Any) -> Degrees:
     return Degrees(dp=groups.get_data_parallel_world_size(), sharding=groups.get_sharding_parallel_world_size())
 
@@ -238,4 +246,4 @@ def _parameters(optimizer: paddle.optimizer.Optimizer) -> Iterator[paddle.Tensor
 def _summary(settings: _Settings) -> str:
     config, degrees = settings.config, settings.degrees
     flags = ", ".join(f"{key}={getattr(config, key)}" for key in ("stage", "allgather_overlap", "reduce_overlap"))
-    return f"sharding over {degrees.sharding} of {settings.world} ranks: {flags}"
+    return f"{degrees.dp} x sharding over {degrees.sharding} of {settings.world} ranks: {flags}"

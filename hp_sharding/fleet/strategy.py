@@ -178,10 +178,6 @@ def resolve_degrees(strategy: PaddleStrategy | None, world: int) -> Degrees:
             f"dp_degree={dp} times sharding_degree={sharding} is {dp * sharding}, but the job has {_count(world)}; "
             f"{_advice(world)}"
         )
-    if dp > 1:
-        raise ConfigError(
-            f"dp_degree={dp}: replicas are not supported yet; {_advice(world)}, which splits the data in the same way"
-        )
     return Degrees(dp=dp, sharding=sharding)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import paddle
 import pytest
 from paddle import nn
@@ -22,7 +24,8 @@ def _train(rank: int, nranks: int, odd_one: int | None) -> tuple[bool, str]:
         if step == 1 and rank == odd_one:
             # What a rank that is led astray would launch, but for the transfer: that would fail even without a
             # comparison, as the lanes ask each other what comes before it does.
-            optimizer.buffers[0].place.gather._note("all_gather", paddle.zeros([8]), "astray")
+            gather: Any = optimizer.buffers[0].place.gather
+            gather._note("all_gather", paddle.zeros([8]), "astray")
         try:
             optimizer.step()
         except CommError as error:

@@ -88,7 +88,7 @@ def _refused(rank: int, nranks: int, degrees: dict[str, int], own: dict[str, Any
     ("degrees", "own", "message"),
     [
         ({"sharding_degree": 3}, {}, "sharding_degree=3 does not divide 2 ranks"),
-        ({"dp_degree": 2}, {}, "replicas are not supported yet"),
+        ({"dp_degree": 2, "sharding_degree": 2}, {}, "is 4, but the job has 2 ranks"),
         ({}, {"reduce_overlap": False}, "contradicts"),
     ],
 )

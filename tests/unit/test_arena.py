@@ -23,8 +23,7 @@ def _layouts(
 
 def _reduce_into(arena: GradientArena, bucket: int, value: float) -> None:
     """What the reducer does: asks, then overwrites or adds as told."""
-    adds = arena.expect_sum(bucket)
-    target = arena.slice(bucket)
+    target, adds = arena.expect_sum(bucket)
     target.copy_(paddle.full(target.shape, value, target.dtype) + (target if adds else 0), False)
 
 
@@ -110,7 +109,7 @@ def test_after_clear_the_next_reduction_overwrites() -> None:
     _reduce_into(arena, 0, 8.0)
     arena.average([0])
     arena.clear()
-    assert not arena.expect_sum(0)
+    assert not arena.expect_sum(0).accumulate
     assert _value(arena, 0) == 2, "neither zeroed nor multiplied: it is about to be overwritten"
     arena.slice(0).fill_(4.0)
     arena.average([0])
@@ -127,3 +126,105 @@ def test_buckets_without_a_sum_become_zero_and_others_stay() -> None:
     _reduce_into(arena, 1, 5.0)
     arena.zero_unsummed()
     assert (_value(arena, 0), _value(arena, 1)) == (0, 5)
+
+
+def _replicate(arena: GradientArena, *buckets: int, n_replicas: int = 2) -> None:
+    """What an all-reduce over replicas that hold the same values does."""
+    arena.range(buckets).tensor.scale_(float(n_replicas))
+    for bucket in buckets:
+        arena.take_total(bucket)
+
+
+def test_a_partial_sum_is_added_to_until_it_is_total() -> None:
+    arena = GradientArena(_layouts(300, 300), 4.0, n_replicas=2)
+    _reduce_into(arena, 0, 3.0)
+    _reduce_into(arena, 0, 4.0)
+    assert arena.partial() == [0]
+    arena.average([0])
+    assert _value(arena, 0) == 7, "not to be divided before it is total"
+    _replicate(arena, 0)
+    assert arena.partial() == []
+    assert _value(arena, 0) == 14
+    assert arena.spare_bytes == 0
+    arena.average([0])
+    assert _value(arena, 0) == 3.5
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_what_comes_after_a_total_is_summed_up_beside_it(averaged: bool) -> None:
+    arena = GradientArena(_layouts(300, 300), 4.0, n_replicas=2)
+    _reduce_into(arena, 0, 3.0)
+    _replicate(arena, 0)
+    if averaged:
+        arena.average([0])
+    _reduce_into(arena, 0, 1.0)
+    assert _value(arena, 0) == (1.5 if averaged else 6)
+    assert arena.spare_bytes == 2 * arena.slice(0).size * 4
+    _reduce_into(arena, 0, 4.0)
+    _replicate(arena, 0)
+    assert _value(arena, 0) == 16
+    for _ in range(2):
+        arena.average([0])
+    assert _value(arena, 0) == 4
+
+
+def test_neighbours_are_one_range_in_either_place() -> None:
+    arena = GradientArena(_layouts(300, 1, 700, 90), 1.0, n_replicas=2)
+    for bucket in (3, 2, 1, 0):
+        _reduce_into(arena, bucket, bucket + 1.0)
+    assert arena.are_neighbours(3, 2)
+    assert not arena.are_neighbours(2, 3)
+    assert not arena.are_neighbours(3, 1)
+    found = arena.range([2, 1])
+    assert found.buckets == [2, 1]
+    assert found.tensor.data_ptr() == arena.slice(2).data_ptr()
+    assert found.tensor.size == arena.slice(2).size + arena.slice(1).size
+    _replicate(arena, 3, 2)
+    _reduce_into(arena, 3, 1.0)
+    _reduce_into(arena, 2, 1.0)
+    assert arena.are_neighbours(3, 2)
+    assert not arena.are_neighbours(2, 1), "one lies in the second tensor, the other in the first"
+    _replicate(arena, 3, 2)
+    _replicate(arena, 1)
+    assert [_value(arena, bucket) for bucket in (3, 2, 1)] == [10, 8, 4]
+
+
+def test_dtypes_and_thawed_buckets_have_ranges_of_their_own() -> None:
+    arena = GradientArena(_layouts(300, 300, 300, wide=(1,), frozen=(0,)), 1.0, n_replicas=2)
+    for _ in range(2):
+        for bucket in (2, 1, 0):
+            _reduce_into(arena, bucket, 1.0)
+        assert not arena.are_neighbours(2, 1)
+        assert not arena.are_neighbours(2, 0)
+        for bucket in (2, 1, 0):
+            _replicate(arena, bucket)
+    assert [_value(arena, bucket) for bucket in range(3)] == [4, 4, 4]
+
+
+def test_a_part_is_zeroed_wherever_it_is() -> None:
+    arena = GradientArena(_layouts(300), 1.0, n_replicas=2)
+    _reduce_into(arena, 0, 3.0)
+    _replicate(arena, 0)
+    _reduce_into(arena, 0, 1.0)
+    arena.zero_part(0, 0, arena.slice(0).size)
+    _replicate(arena, 0)
+    assert _value(arena, 0) == 0
+
+
+def test_a_forgotten_sum_is_overwritten() -> None:
+    arena = GradientArena(_layouts(300), 2.0, n_replicas=2)
+    _reduce_into(arena, 0, 3.0)
+    _replicate(arena, 0)
+    arena.average([0])
+    arena.forget(0)
+    _reduce_into(arena, 0, 5.0)
+    assert arena.spare_bytes == 0
+    _replicate(arena, 0)
+    assert _value(arena, 0) == 10
+
+
+def test_a_partial_sum_is_not_taken_for_none() -> None:
+    arena = GradientArena(_layouts(300, 300), 1.0, n_replicas=2)
+    _reduce_into(arena, 0, 3.0)
+    arena.zero_unsummed()
+    assert _value(arena, 0) == 3

@@ -244,7 +244,7 @@ def test_a_message_may_come_in_any_portions() -> None:
 
     def trickle() -> None:
         for start in range(0, len(content), 33_333):
-            edges[1].source.sendall(content[start : start + 33_333])
+            edges[1].source.sendall(content[start : start + 33_333].data)
             time.sleep(0.002)
 
     sender = threading.Thread(target=trickle, daemon=True)

@@ -21,7 +21,7 @@ def test_a_repeat_on_another_rank_is_reduced_here_too() -> None:
 
 def test_publish_gives_rank_0s_orders() -> None:
     lane = WaitingLane("gather")
-    assert publish([[2, 0, 1], [1, 2, 0]], lane) == [[2, 0, 1], [1, 2, 0]]
+    assert publish([[2, 0, 1], [1, 2, 0]], [lane]) == [[2, 0, 1], [1, 2, 0]]
     assert lane.labels("broadcast") == ["bucket order"]
     assert lane.n_pending == 0
 
@@ -29,7 +29,7 @@ def test_publish_gives_rank_0s_orders() -> None:
 @pytest.mark.parametrize("nranks", [1, 3])
 def test_facts_survive_the_agreement(nranks: int) -> None:
     facts = Facts(True, False, [False, True, False], [True, False, False, True])
-    agreement = Agreement(facts, WaitingLane("gather", nranks=nranks), label="x")
+    agreement = Agreement(facts, [WaitingLane("gather", nranks=nranks), WaitingLane("agree")], label="x")
     agreement.work.wait()
     assert agreement.result() == facts
     assert all(type(value) is bool for value in [agreement.result().new_order, *agreement.result().used])

@@ -25,6 +25,7 @@ ORDER = [
     "units",
     "backward",
     "facts",
+    "replication",
     "reduction",
     "schedule",
     "numerics",

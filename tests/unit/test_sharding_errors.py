@@ -191,10 +191,12 @@ def test_a_group_of_several_needs_a_parallel_environment() -> None:
         shard(model, _sgd(model), shard_group=[0, 1])
 
 
-def test_replicas_are_refused_by_name() -> None:
+def test_groups_have_this_rank_in_common_and_no_other() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match="replicate_group: more than one replica is not supported yet"):
-        shard(model, _sgd(model), replicate_group=[0, 1])
+    with pytest.raises(ConfigError, match=r"shard_group \[0, 1\] and replicate_group \[0, 1\]: expected rank 0 to be"):
+        shard(model, _sgd(model), shard_group=[0, 1], replicate_group=[0, 1])
+    with pytest.raises(ConfigError, match=r"replicate_group: expected a Paddle group or ranks, this process's \(0\)"):
+        shard(model, _sgd(model), replicate_group=[1])
     assert isinstance(shard(model, _sgd(model), replicate_group=[0]), PlainOptimizer)
 
 

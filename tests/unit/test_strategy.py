@@ -266,6 +266,11 @@ class TestDegrees:
             ({"dp_degree": 0, "sharding_degree": 2}, 2, Degrees(1, 2)),
             ({"dp_degree": 1, "sharding_degree": 1}, 1, Degrees(1, 1)),
             ({"dp_degree": -1}, 1, Degrees(1, 1)),
+            ({"dp_degree": 2, "sharding_degree": 2}, 4, Degrees(2, 2)),
+            ({"dp_degree": -1, "sharding_degree": 2}, 4, Degrees(2, 2)),
+            ({"sharding_degree": 2}, 8, Degrees(4, 2)),
+            ({"dp_degree": -1}, 2, Degrees(2, 1)),
+            ({"dp_degree": 4, "sharding_degree": 1}, 4, Degrees(4, 1)),
         ],
     )
     def test_resolves(self, degrees: dict[str, int], world: int, expected: Degrees) -> None:
@@ -284,10 +289,6 @@ class TestDegrees:
             ({"sharding_degree": -1}, 2, "sharding_degree=-1: expected 1 or more"),
             ({"dp_degree": 1}, 2, "dp_degree=1 times sharding_degree=1 is 1, but the job has 2 ranks"),
             ({"dp_degree": 2, "sharding_degree": 4}, 4, "is 8, but the job has 4 ranks"),
-            ({"dp_degree": 2, "sharding_degree": 2}, 4, "dp_degree=2: replicas are not supported yet"),
-            ({"dp_degree": -1, "sharding_degree": 2}, 4, "dp_degree=2: replicas are not supported yet"),
-            ({"sharding_degree": 2}, 4, "dp_degree=2: replicas are not supported yet"),
-            ({"dp_degree": -1}, 2, "dp_degree=2: replicas are not supported yet"),
             ({"mp_degree": 2}, 2, "mp_degree=2: only 1 is supported yet"),
             ({"pp_degree": 2, "sharding_degree": 2}, 4, "pp_degree=2"),
             ({"sep_degree": 2}, 2, "sep_degree=2"),

@@ -67,19 +67,24 @@ def _approx(*ms: float) -> object:
 def test_a_step_is_compute_and_exposed_waiting(clock: _Clock) -> None:
     line = Timeline(enabled=True)
     line.end_step()
-    gather, reduce = _Work(clock, "gather", wait_ms=3), _Work(clock, "reduce", wait_ms=2)
+    gather, reduce, replicate = (
+        _Work(clock, "gather", wait_ms=3), _Work(clock, "reduce", wait_ms=2), _Work(clock, "replicate")
+    )  # fmt: skip
     assert line.watch(gather) is gather
     line.watch(reduce)
+    line.watch(replicate)
     clock.pass_ms(10)
     gather.run(8)
     reduce.run(5)
+    replicate.run(7)
     line.wait(gather)
     line.wait(reduce)
     clock.pass_ms(5)
     line.end_step()
-    assert line.steps == [_approx(20, 15, 8, 5, 5)]
+    assert line.steps == [_approx(20, 15, 8, 5, 5, 7)]
     assert [(span.lane, span.label, round(span.duration_ms, 6), span.nbytes) for span in line.spans] == [
-        ("gather", "0:net", 8, 64), ("reduce", "0:net", 5, 64), ("wait", "0:net", 3, 0), ("wait", "0:net", 2, 0),
+        ("gather", "0:net", 8, 64), ("reduce", "0:net", 5, 64), ("replicate", "0:net", 7, 64),
+        ("wait", "0:net", 3, 0), ("wait", "0:net", 2, 0),
     ]  # fmt: skip
 
 
@@ -194,6 +199,7 @@ def _line(steps: list[StepTimes]) -> Timeline:
         ([StepTimes(20, 20, 8, 12, 0)], 100),
         ([StepTimes(20, 5, 5, 5, 15)], 0),  # waited longer than the lanes were busy: for a late peer
         ([StepTimes(20, 20, 0, 0, 0)], 100),
+        ([StepTimes(20, 15, 4, 6, 5, 10)], 75),
     ],
 )
 def test_overlap_is_the_part_of_communication_that_nobody_waited_for(
@@ -206,7 +212,7 @@ def test_a_summary_holds_medians() -> None:
     steps = [StepTimes(10, 8, 1, 2, 2), StepTimes(11, 9, 2, 3, 2), StepTimes(900, 700, 9, 9, 200)]
     summary = _line(steps).summary()
     assert summary == {
-        "steps": 3, "step_ms": 11, "compute_ms": 9, "gather_ms": 2, "reduce_ms": 3, "exposed_ms": 2,
+        "steps": 3, "step_ms": 11, "compute_ms": 9, "gather_ms": 2, "reduce_ms": 3, "exposed_ms": 2, "replicate_ms": 0,
         "overlap_percent": pytest.approx(60),
     }  # fmt: skip
     assert list(summary) == list(Timeline(enabled=True).summary())
