@@ -72,7 +72,8 @@ class FusedCommBuffer:
         layout: the arithmetic of the bucket.
         params: its parameters, in slot order.
         status: see ``Status``; READY at first, since the user's initial weights are in place.
-        shard: flat tensor of ``layout.shard_numel`` elements, always valid; what the optimizer updates.
+        shard: flat tensor of ``layout.shard_numel`` elements of the bucket's dtype, always valid; what the optimizer
+            updates.
         place: its rank, lane and pool.
         slices: the parts of parameters that lie in the shard.
         gradient: its full gradient, while there is one.
@@ -100,7 +101,7 @@ class FusedCommBuffer:
 
     @property
     def full(self) -> paddle.Tensor | None:
-        """The flat full tensor (``layout.numel`` elements), or None while its storage is freed."""
+        """The flat full tensor (``layout.numel`` elements of the bucket's dtype), or None while its storage is freed."""
         return self._full
 
     @property
@@ -148,12 +149,20 @@ class FusedCommBuffer:
             )
 
     def mark_stale(self) -> None:
-        """READY -> SHARDED after the shard was updated; storage stays and is overwritten by the next gather."""
+        """READY -> SHARDED after the shard was updated; storage stays and is overwritten by the next gather.
+
+        Raises:
+            StateError: the bucket is not READY.
+        """
         self._require(Status.READY, "mark_stale")
         self.status = Status.SHARDED
 
     def free(self) -> None:
-        """READY -> SHARDED: parameters and full tensor let go of the memory. Shapes and dtypes stay readable."""
+        """READY -> SHARDED: parameters and full tensor let go of the memory. Shapes and dtypes stay readable.
+
+        Raises:
+            StateError: the bucket is not READY.
+        """
         self._require(Status.READY, "free")
         assert not self.place.keeps_full
         for param in self.params:
@@ -164,7 +173,11 @@ class FusedCommBuffer:
         self.status = Status.SHARDED
 
     def store_full(self) -> None:
-        """Copies this rank's part of the full tensor into the shard, so that writes to parameters are kept."""
+        """Copies this rank's part of the full tensor into the shard, so that writes to parameters are kept.
+
+        Raises:
+            StateError: the bucket is not READY.
+        """
         self._require(Status.READY, "store_full")
         if not self.place.keeps_full:
             assert self._full is not None

@@ -50,7 +50,8 @@ class ShardingConfig:
         reduce_overlap: reduce gradients as buckets fill during backward instead of after it.
         comm_fusion: one gather and one reduce-scatter per bucket; False: one per parameter, each a bucket of its own.
         comm_buffer_size_MB: bucket size in units of 1024 * 1024 bytes, fractions allowed. A larger unit is split into
-            buckets of about this size, small whole units are merged up to it.
+            buckets of about this size, small units are merged up to it; buckets at both ends of the forward are
+            smaller.
         replicate_buffer_size_MB: adjacent reduced buckets that share one replicate all-reduce, in the same units. It
             has no effect while there is one replica.
         prefetch_depth: units gathered ahead of use where memory must be kept low, that is with ``reshard_after_step``

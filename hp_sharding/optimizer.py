@@ -120,6 +120,9 @@ class ShardedOptimizer:
 
         After an exception every rank of the group calls it. ``set_to_zero`` has Paddle's meaning: True, a parameter
         that had a gradient is updated with zeros by a later ``step()``; False, it is skipped.
+
+        Raises:
+            CommError: a collective under way failed.
         """
         self._schedule.forget_forward()
         self._reducer.clear(set_to_zero)
@@ -157,7 +160,13 @@ class ShardedOptimizer:
     def full_grad(self, param: paddle.Tensor) -> paddle.Tensor | None:
         """The reduced, averaged gradient of ``param``, whole, on every rank; None where it has had none.
 
-        Collective: every rank calls it, between ``backward()`` and ``clear_grad()``.
+        A new tensor of the parameter's shape and dtype. Collective: every rank calls it, between ``backward()`` and
+        ``clear_grad()``.
+
+        Raises:
+            ConfigError: the parameter is not one that this optimizer updates.
+            StateError: the backward failed on some rank.
+            CommError: a collective failed.
         """
         buffer, index = self._find(param)
         bucket = buffer.layout.number
@@ -174,7 +183,11 @@ class ShardedOptimizer:
         return full._slice(slot.offset_numel, slot.end_numel).clone().reshape(param.shape)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's optimizer state: flat slices by parameter name, and the layout they belong to."""
+        """Returns this rank's optimizer state, and the layout it belongs to.
+
+        Keys are the inner optimizer's, which are made of parameter names; moments are one-dimensional, of the part of
+        each parameter that this rank updates, in the dtypes that the inner optimizer keeps.
+        """
         return {**self._inner_opt.state_dict(), _LAYOUT_KEY: self._layout_id()}
 
     def set_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -210,7 +223,8 @@ class ShardedOptimizer:
 
         ``measured_bytes`` is what the process has allocated through Paddle beyond what it had when the model was
         wrapped, parameters of that moment not counted: model state, but also every tensor made since and still alive.
-        The other keys are the formula's parts and ``formula_bytes``, their sum. Parameters count as gathered.
+        The other keys are the formula's parts, ``parameters_bytes``, ``gradients_bytes``, ``gradient_shard_bytes``,
+        ``shard_bytes`` and ``moments_bytes``, and ``formula_bytes``, their sum. Parameters count as gathered.
         """
         state = model_state_bytes(
             [buffer.layout for buffer in self.buffers],

@@ -14,7 +14,7 @@ from paddle.base.framework import EagerParamBase
 
 from . import guard
 from .arena import GradientArena
-from .broadcast import broadcast_state
+from .broadcast import broadcast_state, check_state_exists
 from .buffer import BufferPlace, FusedCommBuffer
 from .comm import Communicator, Fingerprint, create_communicators, fingerprint
 from .config import ShardingConfig
@@ -80,7 +80,8 @@ def shard(
 
     Raises:
         ConfigError: wrapped before, an optimizer that cannot be sharded or has made a step, parameters that the model
-            does not have, or a layer that cannot be served. No collective has then started.
+            does not have or that have no value yet, or a layer that cannot be served. No collective has then started.
+        CommError: a rank has not come within ``timeout_s``, or is gone.
     """
     grid = _grid(shard_group, replicate_group)
     config = config if config is not None else ShardingConfig()
@@ -92,6 +93,7 @@ def shard(
     check_wrap(model, optimizer)
     if grid.n_ranks > 1:
         check_fresh(optimizer)
+        check_state_exists(model)
     return shard_over(model, optimizer, config, lanes=open_lanes(model, grid, timeout_s=config.timeout_s))
 
 

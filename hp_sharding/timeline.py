@@ -17,7 +17,15 @@ if TYPE_CHECKING:
 
 
 class Span(NamedTuple):
-    """One interval on one lane; times in seconds of ``time.perf_counter()``, ``nbytes`` 0 for waits."""
+    """One interval on one lane.
+
+    Attributes:
+        lane: ``"gather"``, ``"reduce"``, ``"replicate"``, ``"agree"`` or ``"wait"``.
+        label: what was carried or waited for: bucket, backward.
+        start_s: as ``time.perf_counter()``.
+        end_s: likewise.
+        nbytes: bytes of the whole message; 0 for waits.
+    """
 
     lane: str
     label: str
@@ -32,7 +40,16 @@ class Span(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """One step in milliseconds: busy time of each lane, exposed waiting, and compute as the rest."""
+    """One step in milliseconds.
+
+    Attributes:
+        step_ms: from the end of one ``step()`` to the end of the next.
+        compute_ms: what is left of it without the exposed waiting.
+        gather_ms: how long the lane was busy.
+        reduce_ms: likewise.
+        exposed_ms: how long the main thread did nothing but wait for communication.
+        replicate_ms: how long the lane was busy.
+    """
 
     step_ms: float
     compute_ms: float
