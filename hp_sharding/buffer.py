@@ -101,7 +101,7 @@ class FusedCommBuffer:
 
     @property
     def full(self) -> paddle.Tensor | None:
-        """The flat full tensor (``layout.numel`` elements of the bucket's dtype), or None while its storage is freed."""
+        """The flat full tensor, ``layout.numel`` elements of the bucket's dtype; None while its storage is freed."""
         return self._full
 
     @property
