@@ -44,7 +44,10 @@ class Replicator:
         self._works: dict[int, Work] = {}
 
     def add(self, bucket: int, reduction: Work | None) -> None:
-        """The bucket's partial sum is there once ``reduction`` is done. The same sequence of calls on all replicas."""
+        """The bucket's partial sum is there once ``reduction`` is done (None: it is), and then so are those added before.
+
+        The same sequence of calls on all replicas.
+        """
         nbytes = self._layouts[bucket].shard_numel * self._layouts[bucket].itemsize
         if self._run:
             neighbours = self._arena.are_neighbours(self._run[-1], bucket)
@@ -52,7 +55,7 @@ class Replicator:
                 self.flush()
         self._run.append(bucket)
         self._run_bytes += nbytes
-        self._last = reduction or self._last
+        self._last = reduction
         if self._run_bytes >= self._limit_bytes:
             self.flush()
 
@@ -63,7 +66,6 @@ class Replicator:
         run = self._arena.range(self._run)
         names = [self._layouts[bucket].name for bucket in run.buckets]
         label = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        # Reductions are done in the order in which they were launched.
         work = self._timeline.watch(self._lane.all_reduce(run.tensor, label=label, after=self._last))
         self._works.update(dict.fromkeys(run.buckets, work))
         self._run, self._run_bytes, self._last = [], 0, None
@@ -75,12 +77,11 @@ class Replicator:
     def is_done(self, bucket: int) -> bool:
         """Whether ``wait`` would return at once."""
         work = self._works.get(bucket)
-        return bucket not in self._run and (work is None or work.done())
+        return work is None or work.done()
 
     def wait(self, bucket: int) -> None:
-        """Returns once the bucket's sum is that of all replicas, if its all-reduce has been launched."""
-        if bucket in self._run:
-            self.flush()
+        """Returns once the bucket's sum is that of all replicas, if it has been added; after ``flush``."""
+        assert bucket not in self._run, bucket
         work = self._works.pop(bucket, None)
         if work is not None:
             self._timeline.wait(work)

@@ -228,3 +228,11 @@ def test_a_partial_sum_is_not_taken_for_none() -> None:
     _reduce_into(arena, 0, 3.0)
     arena.zero_unsummed()
     assert _value(arena, 0) == 3
+
+
+def test_after_clear_a_partial_sum_is_overwritten_too() -> None:
+    arena = GradientArena(_layouts(300), 1.0, n_replicas=2)
+    _reduce_into(arena, 0, 3.0)
+    arena.clear()
+    assert arena.partial() == []
+    assert not arena.expect_sum(0).accumulate

@@ -279,6 +279,20 @@ def after_chains_lanes(lanes: Lanes) -> None:
 
 
 @_check
+def a_later_collective_sees_what_an_earlier_one_leaves(lanes: Lanes) -> None:
+    comm = lanes["one"]
+    gate = Gate()
+    output, everyone = paddle.full([70_000], -1.0), paddle.zeros([comm.nranks * 70_000])
+    comm.reduce_scatter(output, paddle.full([comm.nranks * 70_000], 3.0), after=gate)
+    later = comm.all_gather(everyone, output)
+    opening = threading.Timer(0.05, gate.open)
+    opening.start()
+    later.wait()
+    opening.join()
+    np.testing.assert_array_equal(everyone.numpy(), np.full(comm.nranks * 70_000, 3.0 * comm.nranks))
+
+
+@_check
 def memory_lives_as_long_as_the_collective(lanes: Lanes) -> None:
     comm = lanes["one"]
     gate = Gate()

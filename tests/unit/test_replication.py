@@ -36,6 +36,12 @@ def test_neighbours_share_an_all_reduce(replicate_bytes: int, expected: list[str
     assert pipe.replicate.n_pending == 0
 
 
+def test_every_range_begins_empty() -> None:
+    pipe = Pipeline(4, n_replicas=2, replicate_bytes=2 * SHARD_BYTES)
+    pipe.backward({3: 1.0, 2: 1.0, 1: 1.0, 0: 1.0})
+    assert _all_reduces(pipe) == ["3:b3 to 2:b2", "1:b1 to 0:b0"]
+
+
 def test_an_all_reduce_starts_while_backward_goes_on() -> None:
     pipe = Pipeline(3, n_replicas=2, replicate_bytes=SHARD_BYTES)
     pipe.reducer.arm()
@@ -104,6 +110,14 @@ def test_what_was_never_replicated_is_before_a_step(stage: int, finish: Callable
     assert (pipe.sums(1), pipe.sums(0)) == ([6, 6], [60, 60])
     finish(pipe)
     assert len(_all_reduces(pipe)) == 1, "once"
+
+
+def test_before_a_step_nothing_is_replicated_twice() -> None:
+    pipe = Pipeline(2, n_replicas=2, replicate_bytes=10**9)
+    pipe.backward({1: 1.0, 0: 2.0})
+    pipe.reducer.reduce_leftovers()
+    assert _all_reduces(pipe) == ["1:b1 to 0:b0"]
+    assert (pipe.sums(1), pipe.sums(0)) == ([2, 2], [4, 4])
 
 
 def test_a_repeat_is_replicated_too() -> None:
