@@ -44,7 +44,7 @@ class Replicator:
         self._works: dict[int, Work] = {}
 
     def add(self, bucket: int, reduction: Work | None) -> None:
-        """The bucket's partial sum is there once ``reduction`` is done (None: it is), and then so are those added before.
+        """Takes a partial sum that is there once ``reduction`` is done (None: it is), as then are all added before.
 
         The same sequence of calls on all replicas.
         """
