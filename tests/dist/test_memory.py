@@ -1,0 +1,95 @@
+"""Model state in bytes, by Paddle's own statistics, beside the arithmetic, at every point of a step."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import paddle
+import pytest
+from paddle import nn
+from paddle.base import core
+
+from hp_sharding import ShardingConfig, full_parameters
+from hp_sharding.sharding import build
+from tests import harness
+from tests.lanes import real_lanes
+
+WIDTH, LAYERS = 1024, 6
+MB = 2**20
+PARAMETERS_MB = LAYERS * (WIDTH * WIDTH + WIDTH) * 4 / MB
+BUCKET_MB = (WIDTH * WIDTH + WIDTH) * 4 / MB
+POINTS = ("wrap", "forward", "backward", "step", "clear_grad")
+TOLERANCE = 0.05
+
+
+class Measured(NamedTuple):
+    """MB beyond what the process had before the model was made; of the third step, but for ``wrap``."""
+
+    points: dict[str, float]
+    report_mb: float
+    formula_mb: float
+    peak_mb: float
+
+
+def _measure(rank: int, nranks: int, n_replicas: int, backwards: int, settings: dict[str, Any]) -> Measured:
+    lanes = real_lanes(nranks, n_replicas)
+    before = _allocated()
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+    inner = paddle.optimizer.AdamW(parameters=model.parameters())
+    config = ShardingConfig(allgather_overlap=True, reduce_overlap=True, comm_buffer_size_MB=BUCKET_MB, **settings)
+    baseline = _allocated() - int(PARAMETERS_MB * MB)
+    optimizer = build(model, inner, config, lanes=lanes)
+    optimizer._baseline_bytes = baseline
+    points = {"wrap": _allocated() - before}
+    core.host_memory_stat_reset_peak_value("Allocated", 0)
+    for _ in range(3):
+        for _ in range(backwards):
+            loss = model(paddle.ones([1, WIDTH])).mean()
+            points["forward"] = _allocated() - before
+            loss.backward()
+        points["backward"] = _allocated() - before
+        del loss
+        optimizer.step()
+        points["step"] = _allocated() - before
+        optimizer.clear_grad()
+        points["clear_grad"] = _allocated() - before
+    with full_parameters(model):
+        pass  # a gather under way would hold its memory while the next test begins
+    report = optimizer.memory_report()
+    peak = core.host_memory_stat_peak_value("Allocated", 0) - before
+    return Measured(
+        {point: nbytes / MB for point, nbytes in points.items()},
+        report["measured_bytes"] / MB,
+        report["formula_bytes"] / MB,
+        peak / MB,
+    )
+
+
+def _allocated() -> int:
+    return int(core.host_memory_stat_current_value("Allocated", 0))
+
+
+def _expected(stage: int, nshards: int, *, spare: bool) -> dict[str, float]:
+    """From the third step on everything that comes and goes has its place."""
+    shard = PARAMETERS_MB / nshards
+    wrap = PARAMETERS_MB + shard
+    gradients = PARAMETERS_MB if stage == 1 else 2 * BUCKET_MB
+    steady = wrap + gradients + 2 * shard + (shard if spare else 0.0)
+    return {"wrap": wrap, **dict.fromkeys(POINTS[1:], steady)}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(
+    ("nranks", "n_replicas", "backwards"), [(2, 1, 1), (2, 1, 2), (4, 1, 1), (4, 2, 1), (4, 2, 2)], ids=str
+)
+def test_every_point_of_a_step_is_what_the_formula_says(
+    nranks: int, n_replicas: int, backwards: int, stage: int
+) -> None:
+    spare = n_replicas > 1 and backwards > 1 and stage == 2
+    expected = _expected(stage, nranks // n_replicas, spare=spare)
+    for found in harness.run(_measure, nranks, n_replicas, backwards, {"stage": stage}):
+        for point, mb in expected.items():
+            assert found.points[point] == pytest.approx(mb, rel=TOLERANCE), f"{point}: {found}"
+        assert found.formula_mb == pytest.approx(expected["step"], rel=TOLERANCE), found
+        assert found.report_mb == pytest.approx(found.formula_mb, rel=TOLERANCE), found
+        assert found.peak_mb <= expected["step"] * (1 + TOLERANCE) + 2 * BUCKET_MB, f"autograd's own two: {found}"
