@@ -69,7 +69,9 @@ class TcpGroup:
             self._closed.add(lane)
             is_last = len(self._closed) == len(self.communicators)
         self._agreement.leave([lane], Cause(f"rank {self._me} has closed the lane", self._me))
-        self._agreement.await_quiet(lane, answer_s=_ANSWER_S, flight_s=_FLIGHT_S)
+        if not self._agreement.await_quiet(lane, answer_s=_ANSWER_S, flight_s=_FLIGHT_S):
+            # Cuts the connections, so that no thread is left behind; and the next lane need not wait as long once more.
+            self._agreement.break_off(Cause(f"rank {self._me} waited in vain for the others to leave lane {lane!r}"))
         if not self.communicators[lane].join(_JOIN_S):
             _log.warning("rank %d: a transfer on lane %r does not end and was abandoned", self._me, lane)
         if is_last:

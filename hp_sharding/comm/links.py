@@ -20,6 +20,8 @@ from .memory import Bytes
 
 # What has to be there before a receiver is woken, where as much is expected. At 1 Gbit/s that is once in 2 ms.
 _WAKE_BYTES = 256 << 10
+# Older kernels may forget to wake anybody at all.
+_LOOK_AGAIN_MS = 1000
 # What the kernel hands over at a time: there is no use in waiting for less.
 _SEGMENT_BYTES = 64 << 10
 
@@ -72,10 +74,11 @@ class _Order(NamedTuple):
 class _Pump(threading.Thread):
     """Carries out the transfers of one edge, one after the other."""
 
-    def __init__(self, name: str, move: Callable[[Bytes], None]) -> None:
+    def __init__(self, name: str, move: Callable[[Bytes], None], fail: Callable[[], None]) -> None:
         # A daemon, so that a thread stuck in a transfer cannot keep the interpreter from ending.
         super().__init__(name=name, daemon=True)
         self._move = move
+        self._fail = fail
         self._orders: SimpleQueue[_Order | None] = SimpleQueue()
         self._error: BaseException | None = None
 
@@ -102,7 +105,10 @@ class _Pump(threading.Thread):
                     order.after.wait()
                 self._move(order.data)
             except Exception as error:  # noqa: BLE001 - goes to whoever waits for the transfer
-                self._error = error
+                # Its traceback would keep the memory of the message alive as long as this thread.
+                self._error = error.with_traceback(None)
+                # Whoever waits for what comes the other way would wait for ever.
+                self._fail()
         return self._error
 
 
@@ -126,8 +132,8 @@ class TcpLinks:
         self._wake_bytes = 1
         self._arrival = select.poll()
         self._arrival.register(ways.from_before, select.POLLIN)
-        self._sender = _Pump(f"{name}-send", self.send)
-        self._receiver = _Pump(f"{name}-recv", self.recv)
+        self._sender = _Pump(f"{name}-send", self.send, self.cut)
+        self._receiver = _Pump(f"{name}-recv", self.recv, self.cut)
         self._sender.start()
         self._receiver.start()
 
@@ -147,8 +153,11 @@ class TcpLinks:
         """See ``Links``."""
         rest = data.data
         while rest:
-            self._await_arrival(len(rest))
-            nbytes = self._ways.from_before.recv_into(rest)
+            flags = self._await_arrival(len(rest))
+            try:
+                nbytes = self._ways.from_before.recv_into(rest, 0, flags)
+            except BlockingIOError:
+                continue
             if nbytes == 0:
                 raise ConnectionResetError("the rank before has closed the connection")
             rest = rest[nbytes:]
@@ -175,12 +184,15 @@ class TcpLinks:
             way.close()
         return True
 
-    def _await_arrival(self, expected_bytes: int) -> None:
-        """Returns when there is something to receive, or if much is expected, a good part of it."""
+    def _await_arrival(self, expected_bytes: int) -> int:
+        """Blocks until a good part of what is expected has come, if that is much. Returns the flags to receive with."""
         wake_bytes = min(expected_bytes, _WAKE_BYTES) if expected_bytes > _SEGMENT_BYTES else 1
         if wake_bytes != self._wake_bytes:
             self._ways.from_before.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
             self._wake_bytes = wake_bytes
-        if wake_bytes > 1:
-            # ``recv_into`` itself would take what little there is and then wait for that much once more.
-            self._arrival.poll()
+        if wake_bytes == 1:
+            return 0
+        self._arrival.poll(_LOOK_AGAIN_MS)
+        # The kernel also wakes for less, where its window gets narrow. A receive that may block takes that and then
+        # waits for as much as it was to wait for at first, counted anew: for ever, if the message ends before.
+        return socket.MSG_DONTWAIT

@@ -6,9 +6,11 @@ carry the data. Whoever calls proves first that it knows the key of the rank tha
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import select
 import selectors
 import socket
 import threading
@@ -16,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from typing import NamedTuple, Protocol
 
 from ..errors import CommError
@@ -26,6 +28,8 @@ from .rendezvous import free_port
 
 _log = logging.getLogger("hp_sharding")
 _TICK_S = 0.5
+# How long a line may take nothing more. Megabytes have to lie unread before that, so the peer is stopped or cut off.
+_FULL_S = 5.0
 
 
 class Hearer(Protocol):
@@ -52,13 +56,18 @@ class _Line:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self._sending = threading.Lock()
+        self._room = select.poll()
+        self._room.register(connection, select.POLLOUT)
         # Without this a small message waits 40 ms for the acknowledgement of the one before (Nagle's algorithm).
-        with socket.socket(fileno=_duplicate(connection)) as alias:
+        with _alias(connection) as alias:
             alias.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, body: bytes) -> None:
         try:
             with self._sending:
+                if not self._room.poll(1000 * _FULL_S):
+                    # Blocked here, nobody would ever notice that the time for a collective is up.
+                    _shut_down(self.connection)
                 self.connection.send_bytes(body)
         except OSError:
             # Whatever is wrong with the line, the watcher sees it too and names the peer.
@@ -81,8 +90,13 @@ class Peers:
         self._from_before: dict[str, socket.socket] = {}
         self._lines: dict[int, _Line] = {}
         self._reasons: dict[int, str] = {}
-        self._listener = _listen(host, key)
-        self.door = Door(host, self._listener.address[1], key.hex())
+        self._key = key
+        self._listener = _listen(host)
+        self.door = Door(host, self._listener.getsockname()[1], key.hex())
+        self._arrival = threading.Condition()
+        self._is_open = True
+        # Those who have called and not yet said who they are.
+        self._callers: set[Connection] = set()
         self._watcher: threading.Thread | None = None
         self._stopping = threading.Event()
         _alive.add(self)
@@ -100,16 +114,13 @@ class Peers:
         position = self._ranks.index(self._me)
         calls: list[tuple[int, str | None]] = [(peer, None) for peer in self._ranks[:position]]
         calls += [(self._next, lane) for lane in self._lanes]
-        ncallers = len(self._ranks) - position - 1 + len(self._lanes)
-        threads = [threading.Thread(target=self._receive_calls, args=(ncallers,), daemon=True)]
-        threads += [
-            threading.Thread(target=self._call, args=(peer, doors[peer], lane), daemon=True) for peer, lane in calls
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(max(0.1, deadline_s - time.monotonic()))
-        self._listener.close()
+        targets: list[tuple[Callable[..., None], tuple[object, ...]]] = [(self._receive_calls, ())]
+        targets += [(self._call, (peer, doors[peer], lane)) for peer, lane in calls]
+        for target, args in targets:
+            threading.Thread(target=target, args=args, daemon=True).start()
+        with self._arrival:
+            self._arrival.wait_for(lambda: not self._silent(), max(0.1, deadline_s - time.monotonic()))
+        self._close_door()
         silent = self._silent()
         if silent:
             raise CommError(
@@ -140,7 +151,7 @@ class Peers:
     def close(self) -> None:
         """Ends the watcher and the lines. Safe to call twice."""
         self._stopping.set()
-        self._listener.close()
+        self._close_door()
         for line in self._lines.values():
             _shut_down(line.connection)
         if self._watcher is not None and self._watcher is not threading.current_thread():
@@ -165,34 +176,62 @@ class Peers:
         except (OSError, EOFError, AuthenticationError) as error:
             self._reasons[peer] = f"{door.host}:{door.port}: {error!r}"
             return
-        if lane is None:
-            self._lines[peer] = _Line(connection)
-        else:
-            self._to_next[lane] = _bare_socket(connection)
+        self._keep(connection, peer, lane, self._to_next)
 
-    def _receive_calls(self, ncalls: int) -> None:
-        while ncalls > 0:
+    def _receive_calls(self) -> None:
+        """Lets in who calls, until the door closes."""
+        while self._is_open:
             try:
-                connection = self._listener.accept()
-                peer, lane = json.loads(connection.recv_bytes())
-            except (OSError, EOFError, AuthenticationError) as error:
-                if self._listener_closed():
-                    return
-                # A port scanner, or a rank of another job: not one of ours.
-                _log.warning("rank %d turned away a caller that is not of its group: %r", self._me, error)
+                caller, _ = self._listener.accept()
+            except OSError as error:
+                if self._is_open:
+                    _log.warning("rank %d could not take a call: %r", self._me, error)
+                    time.sleep(_TICK_S)
                 continue
-            if lane is None:
+            caller.setblocking(True)
+            # Beside each other: one who stays silent, a stranger or a rank that is stopped, holds up nobody else.
+            threading.Thread(target=self._greet, args=(Connection(caller.detach()),), daemon=True).start()
+
+    def _greet(self, connection: Connection) -> None:
+        """Keeps a connection whose caller knows the key."""
+        self._callers.add(connection)
+        try:
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            peer, lane = json.loads(connection.recv_bytes())
+        except (OSError, EOFError, AuthenticationError) as error:
+            # A port scanner, or a rank of another job: not one of ours.
+            _log.warning("rank %d turned away a caller that is not of its group: %r", self._me, error)
+            connection.close()
+        else:
+            self._keep(connection, peer, lane, self._from_before)
+        finally:
+            self._callers.discard(connection)
+
+    def _keep(self, connection: Connection, peer: int, lane: str | None, ways: dict[str, socket.socket]) -> None:
+        with self._arrival:
+            if not self._is_open:
+                connection.close()
+            elif lane is None:
                 self._lines[peer] = _Line(connection)
             else:
-                self._from_before[lane] = _bare_socket(connection)
-            ncalls -= 1
+                ways[lane] = _bare_socket(connection)
+            self._arrival.notify_all()
+
+    def _close_door(self) -> None:
+        """Nobody is let in any more, and who has not said yet who it is must go. Safe to call twice."""
+        with self._arrival:
+            self._is_open = False
+        # A close alone would leave the thread that accepts asleep, and the port open.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for connection in list(self._callers):
+            _shut_down(connection)
 
     def _why(self, silent: list[int]) -> str:
         reasons = [f"rank {peer} at {self._reasons[peer]}" for peer in silent if peer in self._reasons]
         return f" ({'; '.join(reasons)})" if reasons else ""
-
-    def _listener_closed(self) -> bool:
-        return self._listener._listener is None  # type: ignore[attr-defined]
 
     def _listen_to_all(self, hearer: Hearer, tick: Callable[[], None]) -> None:
         with selectors.DefaultSelector() as selector:
@@ -238,24 +277,27 @@ def _drop_all_in_child() -> None:
 os.register_at_fork(after_in_child=_drop_all_in_child)
 
 
-def _listen(host: str, key: bytes) -> Listener:
+def _listen(host: str) -> socket.socket:
     try:
-        return Listener((host, free_port()), family="AF_INET", backlog=64, authkey=key)
+        listener = socket.create_server((host, free_port()), backlog=64)
     except OSError:
         # The endpoint's address belongs to a router or another container: listen on every interface.
-        return Listener(("", free_port()), family="AF_INET", backlog=64, authkey=key)
+        listener = socket.create_server(("", free_port()), backlog=64)
+    # Here and below: whatever ``socket.setdefaulttimeout`` was told.
+    listener.setblocking(True)
+    return listener
 
 
-def _duplicate(connection: Connection) -> int:
-    with socket.socket(fileno=connection.fileno()) as borrowed:
-        alias = borrowed.dup()
-        borrowed.detach()
-    return alias.detach()
+def _alias(connection: Connection) -> socket.socket:
+    """Another descriptor of the same connection. It blocks."""
+    alias = socket.socket(fileno=os.dup(connection.fileno()))
+    alias.setblocking(True)
+    return alias
 
 
 def _bare_socket(connection: Connection) -> socket.socket:
     """The socket below a connection, which is closed; what has gone through it before was small and answered."""
-    way = socket.socket(fileno=_duplicate(connection))
+    way = _alias(connection)
     connection.close()
     # The last bytes of a message shall not wait for the acknowledgement of those before.
     way.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -265,7 +307,7 @@ def _bare_socket(connection: Connection) -> socket.socket:
 def _shut_down(connection: Connection) -> None:
     # Closing a descriptor under a thread that selects on it is undefined; a shutdown wakes that thread first.
     try:
-        with socket.socket(fileno=_duplicate(connection)) as alias:
+        with _alias(connection) as alias:
             alias.shutdown(socket.SHUT_RDWR)
     except OSError:
         _log.debug("control connection was already down")

@@ -286,7 +286,10 @@ class TcpCommunicator(Communicator):
             job.transfer()
         except Exception as error:
             _log.debug("transfer failed", exc_info=True)
-            raise Refused(self._agreement.cause_of(error, _NEWS_S)) from error
+            cause = self._agreement.cause_of(error, _NEWS_S)
+            # The links keep the error; its traceback would keep the tensors.
+            error.__traceback__ = None
+            raise Refused(cause) from error
         # Whoever sees the work done may use the memory again, and finds nobody else holding it.
         job.transfer = None
         work.end()
@@ -295,9 +298,11 @@ class TcpCommunicator(Communicator):
     def _follow(self, work: TcpWork, after: Work) -> None:
         try:
             after.wait()
-        except CommError as error:
-            # Where a rank has left, dropping one work and those that follow it is all in order.
-            cause = Cause(f"the collective that it follows failed: {error}", error.peer)
+        except Exception as error:
+            # Whatever it is: without this thread all who wait would wait for ever. Where a rank has left, dropping one
+            # work and those that follow it is all in order.
+            text = f"the collective that it follows failed: {str(error) or repr(error)}"
+            cause = Cause(text, getattr(error, "peer", None))
             raise Refused(self._agreement.refusal(self.lane) or cause) from error
         if not isinstance(after, TcpWork):
             self._announce(work)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import paddle
 import pytest
 
-from hp_sharding.comm import Communicator, close_all, create_communicators
+from hp_sharding.comm import Communicator, Work, close_all, create_communicators
 from hp_sharding.errors import CommError, ConfigError
 from tests import harness
 from tests.unit.test_comm_contract import Gate
@@ -274,6 +274,35 @@ def test_a_rank_that_stops_in_a_transfer_is_given_up_and_ends_in_order_when_it_g
         assert outcome.result.after_s < 3.0 + NOTICE_S
         assert outcome.exit_s < NOTICE_S
     assert "3 s" in outcomes[0].result.text
+
+
+class _OutOfMemory(Work):
+    """A work of some other kind, with an error of some other kind."""
+
+    op = label = lane = "elsewhere"
+    nbytes = 0
+    start_s = end_s = None
+
+    def wait(self) -> None:
+        raise MemoryError("no memory")
+
+    def done(self) -> bool:
+        return False
+
+
+def _follows_an_odd_error(rank: int, nranks: int) -> Seen:
+    lanes = _lanes(nranks, timeout_s=10.0)
+    after = _OutOfMemory() if rank == 0 else None
+    work = lanes["reduce"].all_reduce(paddle.ones([3]), label="blocks.1", after=after)
+    return _seen(work.wait, time.monotonic())
+
+
+def test_whatever_goes_wrong_with_what_it_follows_ends_a_work() -> None:
+    outcomes = harness.run(_follows_an_odd_error, 2, fresh=True, timeout_s=40)
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.error
+        assert "no memory" in outcome.result.text
+        assert outcome.result.after_s < NOTICE_S
 
 
 def _close_and_create_again(rank: int, nranks: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -183,3 +184,53 @@ def test_a_lane_that_one_rank_did_not_call_is_named() -> None:
     thread.join(5)
     first.close()
     second.close()
+
+
+def test_a_stranger_who_stays_silent_keeps_nobody_out() -> None:
+    first = Peers((0, 1), 0, lanes=["gather"], host="127.0.0.1", key=b"a")
+    second = Peers((0, 1), 1, lanes=["gather"], host="127.0.0.1", key=b"b")
+    doors = {0: first.door, 1: second.door}
+    strangers = [socket.create_connection((door.host, door.port)) for door in doors.values()]
+    until_s = time.monotonic() + 5
+    thread = threading.Thread(target=second.connect, args=(doors, until_s))
+    thread.start()
+    first.connect(doors, until_s)
+    thread.join(5)
+    assert not thread.is_alive()
+    for stranger in strangers:
+        stranger.settimeout(2)
+        while stranger.recv(1000):  # the door has closed: the stranger is sent away
+            pass
+        stranger.close()
+    first.close()
+    second.close()
+
+
+def test_a_door_that_nobody_came_to_leaves_no_thread_and_no_port() -> None:
+    before = threading.active_count()
+    alone = Peers((0, 1), 0, lanes=["gather"], host="127.0.0.1", key=b"a")
+    gone = Peers((0, 1), 1, lanes=["gather"], host="127.0.0.1", key=b"b")
+    gone.close()
+    with pytest.raises(CommError, match="no connection"):
+        alone.connect({0: alone.door, 1: gone.door}, time.monotonic() + 0.2)
+    alone.close()
+    _wait_for(lambda: threading.active_count() == before)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((alone.door.host, alone.door.port), timeout=2)
+
+
+def test_a_time_limit_of_the_script_for_its_sockets_is_not_ours() -> None:
+    socket.setdefaulttimeout(0.1)
+    try:
+        everyone, _ = _connected()
+    finally:
+        socket.setdefaulttimeout(None)
+    ways = [peers.take_ways(lane) for peers in everyone.values() for lane in LANES]
+    assert all(end.gettimeout() is None for way in ways for end in way)
+    lines = [line.connection for peers in everyone.values() for line in peers._lines.values()]
+    assert all(os.get_blocking(connection.fileno()) for connection in lines)
+    for peers in everyone.values():
+        peers.close()
+    for way in ways:
+        for end in way:
+            end.close()
