@@ -293,8 +293,12 @@ class _OutOfMemory(Work):
 def _follows_an_odd_error(rank: int, nranks: int) -> Seen:
     lanes = _lanes(nranks, timeout_s=10.0)
     after = _OutOfMemory() if rank == 0 else None
-    work = lanes["reduce"].all_reduce(paddle.ones([3]), label="blocks.1", after=after)
-    return _seen(work.wait, time.monotonic())
+
+    def reduce() -> None:
+        # Where the other rank has failed already, starting it raises.
+        lanes["reduce"].all_reduce(paddle.ones([3]), label="blocks.1", after=after).wait()
+
+    return _seen(reduce, time.monotonic())
 
 
 def test_whatever_goes_wrong_with_what_it_follows_ends_a_work() -> None:
