@@ -144,9 +144,7 @@ class Reducer:
 
     def begin_backward(self) -> None:
         """Start of an outermost backward."""
-        self._reset_backward()
-        for index, buffer in enumerate(self._buffers):
-            self._expected[index] = sum(not param.stop_gradient for param in buffer.params)
+        self._begin_round()
         if self._rules.keeps_gradient:
             # This backward accumulates in place into storage that an earlier reduction may still be reading.
             self._wait_all()
@@ -197,17 +195,10 @@ class Reducer:
             self.finish_round()
             self._broken = False
         elif self._unreduced:
-            self._reset_backward()
-            for index, buffer in enumerate(self._buffers):
-                self._expected[index] = sum(not param.stop_gradient for param in buffer.params)
+            self._begin_round()
             self.finish_round()
         elif self._replicator is not None:
-            partial = set(self._arena.partial())
-            for bucket in (bucket for bucket in self.order if bucket in partial):
-                if self._replicator.is_waited_for(bucket):
-                    continue
-                self._replicator.add(bucket, self._works[bucket])
-            self._replicator.flush()
+            self._replicate_rest(self._replicator)
 
     def finish_round(self) -> None:
         """Launches the buckets of this round that are left, then the agreement."""
@@ -315,6 +306,19 @@ class Reducer:
     @property
     def _rank(self) -> int:
         return self.lanes.reduce.ranks[self.lanes.reduce.rank]
+
+    def _begin_round(self) -> None:
+        self._reset_backward()
+        for index, buffer in enumerate(self._buffers):
+            self._expected[index] = sum(not param.stop_gradient for param in buffer.params)
+
+    def _replicate_rest(self, replicator: Replicator) -> None:
+        """Launches the all-reduces of partial sums for which none has been launched."""
+        partial = set(self._arena.partial())
+        for bucket in self.order:
+            if bucket in partial and not replicator.is_waited_for(bucket):
+                replicator.add(bucket, self._works[bucket])
+        replicator.flush()
 
     def _store(self, bucket: int, index: int) -> None:
         buffer = self._buffers[bucket]

@@ -105,11 +105,11 @@ def open_lanes(model: nn.Layer, grid: Grid, *, timeout_s: float) -> dict[str, Co
     lanes = create_communicators(grid.shard, names, timeout_s=timeout_s)
     if len(grid.replicate) > 1:
         lanes |= create_communicators(grid.replicate, REPLICA_LANES, timeout_s=timeout_s)
-    broadcast_state(model, *_reach_everyone(lanes))
+    broadcast_state(model, *reach_everyone(lanes))
     return lanes
 
 
-def _reach_everyone(lanes: Mapping[str, Communicator]) -> list[Communicator]:
+def reach_everyone(lanes: Mapping[str, Communicator]) -> list[Communicator]:
     """Lanes that one after the other reach all data ranks, from the first one on."""
     return [lanes[name] for name in ("agree", "gather") if name in lanes]
 
@@ -203,7 +203,7 @@ def build(
     reducer = Reducer(
         buffers,
         arena,
-        lanes=ReduceLanes(lanes["reduce"], _reach_everyone(lanes), replicate),
+        lanes=ReduceLanes(lanes["reduce"], reach_everyone(lanes), replicate),
         rules=ReduceRules(
             config.reduce_overlap, config.stage == 1, _tied_buckets(layouts, entries), config.replicate_buffer_bytes
         ),

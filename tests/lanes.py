@@ -18,7 +18,7 @@ from hp_sharding.comm import Communicator, Work, create_communicators, fingerpri
 from hp_sharding.comm.memory import bytes_of
 from hp_sharding.config import ShardingConfig
 from hp_sharding.optimizer import ShardedOptimizer
-from hp_sharding.sharding import LANES, REPLICA_LANES, build
+from hp_sharding.sharding import LANES, REPLICA_LANES, build, reach_everyone
 from tests.fakes import PoisoningPool
 
 DELAY_S = 0.0008
@@ -141,7 +141,7 @@ def wrap(
         settings: those of ``ShardingConfig``.
     """
     lanes = real_lanes(nranks, n_replicas)
-    broadcast_state(model, *(lanes[name] for name in ("agree", "gather") if name in lanes))
+    broadcast_state(model, *reach_everyone(lanes))
     calls: list[Call] = []
     late = {name: LateLane(lane, calls, delay_s) if poison else lane for name, lane in lanes.items()}
     late[fingerprint.LANE] = lanes[fingerprint.LANE]
