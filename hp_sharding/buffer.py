@@ -51,15 +51,21 @@ class ShardSlice(NamedTuple):
 
 
 class BufferPlace(NamedTuple):
-    """Where a buffer lives: its rank in the shard group, its gather lane, its pool, and whether storage is kept.
+    """Where a buffer lives, and how it begins.
 
-    ``keeps_full`` leaves the full tensor allocated between steps (stages 1 and 2): the shard is then its own slice.
+    Attributes:
+        rank: in the shard group.
+        gather: its gather lane.
+        pool: where full tensors come from and go.
+        keeps_full: leaves the full tensor allocated between steps (stages 1 and 2): the shard is then its own slice.
+        status: at first; SHARDED needs no more memory than the shard, and frees what the parameters had.
     """
 
     rank: int
     gather: Communicator
     pool: StoragePool
     keeps_full: bool
+    status: Status = Status.READY
 
 
 _dense = paddle.Tensor.get_tensor
@@ -71,7 +77,7 @@ class FusedCommBuffer:
     Attributes:
         layout: the arithmetic of the bucket.
         params: its parameters, in slot order.
-        status: see ``Status``; READY at first, since the user's initial weights are in place.
+        status: see ``Status``; READY at first, since the user's initial weights are in place, but for stage 3.
         shard: flat tensor of ``layout.shard_numel`` elements of the bucket's dtype, always valid; what the optimizer
             updates.
         place: its rank, lane and pool.
@@ -83,14 +89,14 @@ class FusedCommBuffer:
         self.layout = layout
         self.params = list(params)
         self._shapes = [list(param.shape) for param in params]
-        self.status = Status.READY
+        self.status = place.status
         self.place = place
         self._work: Work | None = None
         self._full: paddle.Tensor | None = None
         self._slot_views: list[core.DenseTensor] = []
         self._addresses: list[int] = []
-        self._adopt_params()
-        self.shard = self._make_shard()
+        self._nans: dict[int, paddle.Tensor] = {}
+        self.shard = self._adopt_shards() if self.status is Status.SHARDED else self._adopt_params()
         self.slices = self._make_slices()
         self.gradient = GradientStorage(layout, self.params, place.pool)
 
@@ -138,7 +144,7 @@ class FusedCommBuffer:
         assert self._work is not None
         self._work.wait()
         self._work = None
-        written = [param.name for param in self.params if param._is_initialized()]
+        written = [param.name for index, param in enumerate(self.params) if self._was_written(index, param)]
         self._bind_params()
         self.status = Status.READY
         if written:
@@ -165,8 +171,7 @@ class FusedCommBuffer:
         """
         self._require(Status.READY, "free")
         assert not self.place.keeps_full
-        for param in self.params:
-            _release(param)
+        self._release_params()
         # Views that autograd saved keep the block alive; the pool takes it back when the last of them is gone.
         self._full = None
         self._slot_views = []
@@ -196,7 +201,29 @@ class FusedCommBuffer:
                     "values with set_value or copy_"
                 )
 
-    def _adopt_params(self) -> None:
+    def show_nan(self, index: int) -> None:
+        """From now on parameter ``index`` is NaN while freed, at the cost of its whole size.
+
+        For a vector that a kernel leaves out, in silence, when it has no storage.
+        """
+        self._nans[index] = paddle.full(self._shapes[index], float("nan"), self.layout.dtype)
+        if self.status is Status.SHARDED and self._full is None:
+            self._release_params()
+
+    def _release_params(self) -> None:
+        for index, param in enumerate(self.params):
+            if index in self._nans:
+                _dense(param)._share_data_nocheck_with(_dense(self._nans[index]))
+            else:
+                _release(param)
+
+    def _was_written(self, index: int, param: EagerParamBase) -> bool:
+        """Whether a parameter that is away has got storage of its own."""
+        if not param._is_initialized():
+            return False
+        return index not in self._nans or bool(param.data_ptr() != self._nans[index].data_ptr())
+
+    def _adopt_params(self) -> paddle.Tensor:
         numel, dtype = self.layout.numel, self.layout.dtype
         full = paddle.zeros([numel], dtype) if self.place.keeps_full else self.place.pool.alloc(numel, dtype)
         if not self.place.keeps_full:
@@ -205,6 +232,18 @@ class FusedCommBuffer:
             full._slice(slot.offset_numel, slot.end_numel).copy_(param.detach().flatten(), False)
         self._set_full(full)
         self._bind_params()
+        own = self._own_slice(full)
+        return own if self.place.keeps_full else own.clone()
+
+    def _adopt_shards(self) -> paddle.Tensor:
+        shard = paddle.zeros([self.layout.shard_numel], self.layout.dtype)
+        for piece in self.layout.pieces(self.place.rank):
+            own = self.params[piece.slot].detach().flatten()
+            own = own._slice(piece.param_offset_numel, piece.param_offset_numel + piece.numel)
+            shard._slice(piece.shard_offset_numel, piece.shard_offset_numel + piece.numel).copy_(own, False)
+        for param in self.params:
+            _release(param)
+        return shard
 
     def _set_full(self, full: paddle.Tensor) -> None:
         self._full = full
@@ -219,11 +258,6 @@ class FusedCommBuffer:
     def _own_slice(self, full: paddle.Tensor) -> paddle.Tensor:
         start = self.place.rank * self.layout.shard_numel
         return full._slice(start, start + self.layout.shard_numel)
-
-    def _make_shard(self) -> paddle.Tensor:
-        assert self._full is not None
-        own = self._own_slice(self._full)
-        return own if self.place.keeps_full else own.clone()
 
     def _make_slices(self) -> list[ShardSlice]:
         slices = []

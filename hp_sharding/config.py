@@ -45,7 +45,7 @@ class ShardingConfig:
     numpy integers, floats and bools are accepted and kept as Python's own; a bool is never taken for a number.
 
     Attributes:
-        stage: what is sharded: 1 the optimizer state, 2 the gradients too. 3, the parameters too, is not supported yet.
+        stage: what is sharded: 1 the optimizer state, 2 the gradients too, 3 the parameters too.
         allgather_overlap: gather parameters bucket by bucket under the next forward instead of inside ``step()``.
         reduce_overlap: reduce gradients as buckets fill during backward instead of after it.
         comm_fusion: one gather and one reduce-scatter per bucket; False: one per parameter, each a bucket of its own.
@@ -54,11 +54,15 @@ class ShardingConfig:
             smaller.
         replicate_buffer_size_MB: adjacent reduced buckets that share one replicate all-reduce, in the same units. It
             has no effect while there is one replica.
-        prefetch_depth: units gathered ahead of use where memory must be kept low, that is with ``reshard_after_step``
-            and ``allgather_overlap``; None = 1, 0 = none. Otherwise it has no effect: every gather is queued at once (a
-            warning says so), or happens at first use.
-        reshard_after_step: free the gathered parameters at the end of ``step()``; None = only in stage 3. The gather
-            then happens in the next forward: ahead of use with ``allgather_overlap``, at first use without.
+        prefetch_depth: units gathered ahead of use where memory must be kept low, that is with ``allgather_overlap`` in
+            stage 3 or with ``reshard_after_step``; None = 1, 0 = none. Otherwise it has no effect: every gather is
+            queued at once (a warning says so), or happens at first use.
+        reshard_after_step: free the gathered parameters at the end of ``step()``; None = only in stage 3, which does
+            always. The gather then happens in the next forward: ahead of use with ``allgather_overlap``, at first use
+            without.
+        reshard_after_forward: in stage 3, whether a unit's parameters are freed after its forward and gathered again
+            for its backward; False keeps them until then. A dict turns it off for some units only: keys are units'
+            names, as in ``model.named_sublayers()``, or Layer classes, values bools; what it does not name is freed.
         units: layers that are gathered together: ``"auto"`` = each item of a LayerList/Sequential of parameterised
             layers, or a list of Layer classes.
         param_dtype: dtype the layers compute with. Only None, as they are, is supported yet.
@@ -83,6 +87,7 @@ class ShardingConfig:
     replicate_buffer_size_MB: float = 25
     prefetch_depth: int | None = None
     reshard_after_step: bool | None = None
+    reshard_after_forward: bool | Mapping[str | type, bool] = True
     units: Literal["auto"] | tuple[type, ...] = "auto"
     param_dtype: Any = None
     gather_dtype: Any = None
@@ -97,6 +102,7 @@ class ShardingConfig:
             self._keep(key, _as_bool(key, getattr(self, key)))
         if self.reshard_after_step is not None:
             self._keep("reshard_after_step", _as_bool("reshard_after_step", self.reshard_after_step, "or None"))
+        self._keep("reshard_after_forward", _as_choice_by_unit("reshard_after_forward", self.reshard_after_forward))
         for key in ("comm_buffer_size_MB", "replicate_buffer_size_MB"):
             self._keep(key, _as_size_mb(key, getattr(self, key)))
         self._keep("stage", _as_stage(self.stage))
@@ -105,11 +111,24 @@ class ShardingConfig:
         self._keep("gradient_scale", _as_gradient_scale(self.gradient_scale))
         self._keep("timeout_s", float(_as_positive("timeout_s", self.timeout_s, "a positive number of seconds")))
         self._refuse_mixed_precision()
+        self._check_reshards()
         if self.prefetch_depth is not None and not self.reshards_after_step:
             _warn_prefetch_depth_unused()
 
     def _keep(self, key: str, value: Any) -> None:
         object.__setattr__(self, key, value)
+
+    def _check_reshards(self) -> None:
+        if self.stage == 3 and self.reshard_after_step is False:
+            raise ConfigError(
+                "reshard_after_step=False contradicts stage=3, where parameters exist only while they are used; use "
+                "stage=2 to keep them, or reshard_after_forward=False to keep them from forward to backward"
+            )
+        if self.stage != 3 and self.reshard_after_forward is not True:
+            raise ConfigError(
+                f"reshard_after_forward={self.reshard_after_forward!r}: parameters are freed after a forward in stage "
+                f"3 only, and stage={self.stage}; leave it out"
+            )
 
     def _refuse_mixed_precision(self) -> None:
         for key in ("param_dtype", "gather_dtype", "reduce_dtype"):
@@ -215,15 +234,24 @@ def _as_size_mb(key: str, value: object) -> int | float:
 
 
 def _as_stage(value: object) -> int:
-    expected = "1 or 2"
+    expected = "1, 2 or 3"
     if _as_number("stage", value, expected) not in (1, 2, 3) or not isinstance(value, numbers.Integral):
         raise _bad_value("stage", value, expected)
-    if value == 3:
-        raise ConfigError(
-            "stage=3: sharding the parameters is not supported yet; use stage=2, with reshard_after_step=True if the "
-            "memory between step() and the next forward matters"
-        )
     return int(value)
+
+
+def _as_choice_by_unit(key: str, value: object) -> bool | dict[str | type, bool]:
+    expected = "True, False, or a dict of units' names or Layer classes, such as {'head': False}"
+    if not isinstance(value, Mapping):
+        if not isinstance(value, (bool, np.bool_)):
+            raise _bad_value(key, value, expected)
+        return bool(value)
+    for unit, choice in value.items():
+        if not isinstance(unit, (str, type)):
+            raise _bad_value(key, value, f"{expected}; {unit!r} is neither")
+        if not isinstance(choice, (bool, np.bool_)):
+            raise _bad_value(key, value, f"{expected}; {choice!r} is neither True nor False")
+    return {unit: bool(choice) for unit, choice in value.items()}
 
 
 def _as_prefetch_depth(value: object) -> int | None:

@@ -280,17 +280,18 @@ class ModelStateBytes(NamedTuple):
 
 
 def model_state_bytes(
-    buckets: Sequence[BucketLayout], stage: int, *, keeps_full: bool, moment_bytes: int
+    buckets: Sequence[BucketLayout], stage: int, *, keeps_full: bool, moment_bytes: int, units_ahead: int = 0
 ) -> ModelStateBytes:
     """Bytes that stay between steps: stage 1 ``(b+g)P + (g+o+m)P/S``, stage 2 ``bP + (g+o+m)P/S`` and two
-    buckets of gradients, whose storage is kept for the next backward.
+    buckets of gradients, whose storage is kept for the next backward; stage 3 ``(g+o+m)P/S``, the same two buckets, and
+    ``1 + units_ahead`` units of parameters, the largest that stand side by side.
 
     ``b`` and ``g`` are bytes of a parameter and a gradient, ``o`` those of a persistent shard (none where the shard is
     a slice of the full tensor), ``m`` = ``moment_bytes`` the optimizer's moments for each element (Adam: 8). Where the
     full tensor is freed between steps (``keeps_full`` False), ``bP`` counts only while gathered. The formula follows
     the ZeRO paper (Rajbhandari et al., 2020), with padding counted as it is laid out.
     """
-    full = sum(bucket.nbytes for bucket in buckets)
+    full = sum(bucket.nbytes for bucket in buckets) if stage < 3 else _largest_run_bytes(buckets, 1 + units_ahead)
     trained = [bucket for bucket in buckets if not bucket.frozen]
     trained_full = sum(bucket.nbytes for bucket in trained)
     in_flight = 2 * max((bucket.nbytes for bucket in trained), default=0)
@@ -301,3 +302,12 @@ def model_state_bytes(
         shard=0 if keeps_full else sum(bucket.shard_numel * bucket.itemsize for bucket in buckets),
         moments=sum(bucket.shard_numel for bucket in trained) * moment_bytes,
     )
+
+
+def _largest_run_bytes(buckets: Sequence[BucketLayout], n_units: int) -> int:
+    """Bytes of the largest run of ``n_units`` neighbouring units."""
+    of_unit: dict[int, int] = {}
+    for bucket in buckets:
+        of_unit[bucket.units[0]] = of_unit.get(bucket.units[0], 0) + bucket.nbytes
+    sizes = list(of_unit.values())
+    return max(sum(sizes[start : start + n_units]) for start in range(len(sizes)))

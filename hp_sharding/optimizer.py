@@ -12,7 +12,7 @@ import paddle
 from paddle.base import core
 
 from .arena import GradientArena
-from .buffer import FusedCommBuffer, Status
+from .buffer import FusedCommBuffer
 from .config import ShardingConfig
 from .errors import ConfigError
 from .facts import publish
@@ -98,7 +98,7 @@ class ShardedOptimizer:
         self._reducer.reduce_leftovers()
         if self._reducer.settle():
             self._publish_orders()
-        stale = [bucket for bucket in self._schedule.gather_order if self._updates.is_due(bucket, self._reducer.used)]
+        stale = [bucket for bucket in self._schedule.gathers.order if self._updates.is_due(bucket, self._reducer.used)]
         self._arena.zero_unsummed()
         if self._updates.clips_by_norm:
             self._finish_reductions()
@@ -106,10 +106,7 @@ class ShardedOptimizer:
             self._updates.clip()
         self._update(stale)
         self._finish_reductions()
-        if self.config.reshards_after_step:
-            self._schedule.free_all()
-        elif not self.config.allgather_overlap:
-            self._schedule.finish_gathers()
+        self._schedule.gathers.end_step()
         self._steps += 1
         if self._fingerprint is not None:
             self._fingerprint.check()
@@ -214,7 +211,7 @@ class ShardedOptimizer:
                 "_set_all_gather_overlap_forward: expected the model that this optimizer was wrapped with"
             )
         self.config = dataclasses.replace(self.config, allgather_overlap=bool(enabled))
-        self._schedule.set_prefetch(self.config.units_ahead or 0)
+        self._schedule.gathers.set_ahead(self.config.units_ahead)
 
     # -- reports -------------------------------------------------------------------------------------------------
 
@@ -231,6 +228,7 @@ class ShardedOptimizer:
             self.config.stage,
             keeps_full=not self.config.reshards_after_step,
             moment_bytes=self._updates.moment_bytes(),
+            units_ahead=self.config.units_ahead or 0,
         )
         state = state._replace(gradient_shard=state.gradient_shard + self._arena.spare_bytes)
         allocated = core.host_memory_stat_current_value("Allocated", 0)
@@ -269,7 +267,7 @@ class ShardedOptimizer:
                 self._update_buckets(together)
                 due.difference_update(together)
             waiting.popleft()
-            self._gather(head)
+            self._schedule.gathers.take_update(head)
 
     def _next_in_line(self, waiting: Sequence[int], due: set[int]) -> list[int]:
         """The first of ``waiting``, and those behind it that are due, reduced and small: see ``TOGETHER_BYTES``."""
@@ -287,18 +285,9 @@ class ShardedOptimizer:
         for bucket in buckets:
             self._reducer.wait(bucket)
             # One that no forward has read since the last step may still be under way, into what is updated now.
-            self._schedule.finish_gather(bucket)
+            self._schedule.gathers.finish(bucket)
         self._arena.average(buckets)
         self._updates.apply(buckets, self._reducer.used)
-
-    def _gather(self, bucket: int) -> None:
-        if self.config.reshards_after_step:
-            return
-        buffer = self._schedule.buffers[bucket]
-        if buffer.status is Status.READY:
-            buffer.mark_stale()
-        self._schedule.queue_gathers([bucket])
-        self._schedule.start_gathers()
 
     def _finish_reductions(self) -> None:
         for bucket in range(len(self.buffers)):
@@ -306,7 +295,7 @@ class ShardedOptimizer:
 
     def _publish_orders(self) -> None:
         reducer, schedule = self._reducer, self._schedule
-        mine = [reducer.learned_order or reducer.order, schedule.learned_gather_order or schedule.gather_order]
+        mine = [reducer.learned_order or reducer.order, schedule.learned_gather_order or schedule.gathers.order]
         reduce_order, gather_order = publish(mine, reducer.lanes.agree)
         reducer.adopt_order(reduce_order)
         schedule.adopt_gather_order(gather_order)

@@ -131,6 +131,11 @@ class Reducer:
         """Whether the outermost backward under way, or else the next one, concerns this model."""
         return self._armed
 
+    @property
+    def rank(self) -> int:
+        """Global rank, for errors."""
+        return self.lanes.reduce.ranks[self.lanes.reduce.rank]
+
     # -- told by the schedule ------------------------------------------------------------------------------------
 
     def arm(self) -> None:
@@ -244,7 +249,7 @@ class Reducer:
             self._replicator.flush()
         if self._incomplete and not discard:
             raise StateError(
-                f"rank {self._rank}: the backward failed on some rank of this group, so the reduced gradients are "
+                f"rank {self.rank}: the backward failed on some rank of this group, so the reduced gradients are "
                 "incomplete. Call optimizer.clear_grad() on every rank and skip this batch"
             )
         return new_order
@@ -302,10 +307,6 @@ class Reducer:
         self.learned_order = None
 
     # -- parts ---------------------------------------------------------------------------------------------------
-
-    @property
-    def _rank(self) -> int:
-        return self.lanes.reduce.ranks[self.lanes.reduce.rank]
 
     def _begin_round(self) -> None:
         self._reset_backward()

@@ -1,53 +1,50 @@
-"""The schedule: which gather starts when, who waits for it, and where the backward's events go.
+"""The schedule: where everything goes that the hooks see.
 
-The only place that registers hooks. ``step()`` queues the gathers of all buckets, in the agreed order of first use, on
-one first-in-first-out lane; a unit's forward waits for its own. Where parameters are freed after ``step()``, gathers
-start in that same order as the forward proceeds, ``prefetch`` buckets ahead. The order never depends on the branches
-that this rank takes, so ranks always match; a wrong guess costs time, never correctness.
+A unit's forward makes its parameters valid and says what comes next; gradients go
+to the reducer. Which gathers start when is decided by one of two policies: one agreed queue in stages 1 and 2, see
+``gathers``, and what is used now and next in stage 3, see ``residency``.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import paddle
 from paddle import nn
 from paddle.base.framework import EagerParamBase
 
-from . import backward, guard
+from . import backward, guard, hooks
 from .buffer import FusedCommBuffer, Status
 from .errors import StateError
+from .gathers import Gathers, Place, QueuedGathers
+from .outputs import tensors_in
 from .reduction import Reducer
+from .residency import Call, ResidencyRules, UnitGathers
 from .timeline import Timeline
 from .units import UnitPlan
 
 ROOT = 0
 """Index of the unit that is the model itself."""
 
-
-class Place(NamedTuple):
-    """Where a parameter lies: its bucket, its slot there, and its unit."""
-
-    bucket: int
-    slot: int
-    unit: int
+_SIGNS_OF_FREED = ("holder_ should not be null", "is not initialized")
+"""What Paddle's kernels say of a tensor without storage."""
 
 
 class Schedule:
     """Hooks and order of one wrapped model.
 
     Args:
-        prefetch: buckets whose gather may be under way ahead of use, where gathers start in the forward.
+        ahead: see ``Gathers``.
+        kept: stage 3, units that stay gathered from forward to backward; None for stages 1 and 2.
 
     Attributes:
         model: the wrapped model.
         buffers: its buckets, by index.
         reducer: gets the backward's events.
-        learned_gather_order: a better one, as this rank saw it; None where it is the same.
-        gather_order: agreed order in which ``step()`` queues gathers.
+        gathers: which gathers start when.
+        learned_gather_order: a better one than ``gathers.order``, as this rank saw it; None where it is the same.
     """
 
     def __init__(
@@ -57,22 +54,17 @@ class Schedule:
         *,
         buffers: Sequence[FusedCommBuffer],
         reducer: Reducer,
-        prefetch: int,
+        ahead: int | None,
+        kept: frozenset[int] | None,
         timeline: Timeline,
     ) -> None:
         self._model = weakref.ref(model)
         self.buffers = list(buffers)
         self.reducer = reducer
-        self.gather_order = list(range(len(buffers)))
         self.learned_gather_order: list[int] | None = None
-        self._prefetch = prefetch
-        self._queues_all = self.buffers[0].place.keeps_full
-        self._timeline = timeline
         self._places: dict[int, Place] = {}
         self._unit_buckets: list[list[int]] = [[] for _ in plan.units]
         self._unlooked: list[list[int]] = [[] for _ in plan.units]
-        self._to_gather: deque[int] = deque()
-        self._under_way = 0
         self._first_uses: list[int] = []
         self._used: set[int] = set()
         self._active = [0] * len(plan.units)
@@ -85,6 +77,14 @@ class Schedule:
         self._vectors_beside: dict[int, list[int]] = {}
         self._late: list[tuple[str, EagerParamBase]] = []
         self._find_places(plan)
+        self._queued: QueuedGathers | None = None
+        self._units: UnitGathers | None = None
+        if kept is None:
+            self._queued = QueuedGathers(buffers, ahead=ahead, timeline=timeline)
+        else:
+            rules = ResidencyRules(self._unit_buckets, self._captured(plan), kept)
+            self._units = UnitGathers(buffers, rules, ahead=ahead, timeline=timeline)
+        self.gathers: Gathers = self._queued or self._units  # type: ignore[assignment]
         self._register(plan, [param for buffer in self.buffers for param in buffer.params])
 
     @property
@@ -95,7 +95,7 @@ class Schedule:
     # -- forward -------------------------------------------------------------------------------------------------
 
     def enter_unit(self, unit: int) -> None:
-        """Before a unit's forward: its gathers are under way, and the next ones start.
+        """Before a unit's forward: its parameters are there, or under way, and the next ones start.
 
         Where all gathers are queued at once, a bucket is waited for when a layer looks its first parameter up, which
         is later and hides more. Parameters that a layer also holds in a list of its own need not be looked up: they are
@@ -114,45 +114,56 @@ class Schedule:
         if self._trains and not backward.in_backward():
             self.reducer.arm()
             self._count_entry(unit)
-        for bucket in self._unit_buckets[unit]:
-            self._start_up_to(bucket, prefetch=self._prefetch)
-        if not self._queues_all:
-            for bucket in self._unit_buckets[unit]:
-                self.finish_gather(bucket)
-        for bucket in self._unlooked[unit]:
-            self._start_up_to(bucket, prefetch=0)
-            self.finish_gather(bucket)
+        if self._units is not None:
+            self._units.enter(unit, trains=self._trains)
+        elif self._queued is not None:
+            self._make_ready(unit, self._queued)
 
     def leave_unit(self, unit: int) -> None:
         """After a unit's forward."""
         if self._active[unit]:
             self._active[unit] -= 1
             self._active_total -= 1
-        if unit == ROOT:
+        if self._units is not None:
+            self._units.leave(unit)
+        elif self._queued is not None and unit == ROOT:
             # What this rank had no use for: another one may stand in its forward and wait for our part of it.
-            self.start_gathers()
+            self._queued.start_all()
 
     def look_up(self, param: EagerParamBase) -> None:
         """A layer looked the parameter up. Part of ``guard.ValueKeeper``."""
         place = self._places.get(id(param))
         if place is None:
             return
-        if self._active_total and not backward.in_backward():
+        if not self._active_total:
+            self._finish_layer(place.bucket)
+            return
+        if not backward.in_backward():
             if self._trains:
                 self._note_use(place.bucket)
             if not self._active[place.unit]:
                 # Used by a layer that is not its own: it may get a gradient from several places.
                 self.reducer.hold_back(place.bucket)
-        if self.buffers[place.bucket].status is not Status.READY:
-            if self._active_total:
-                self._start_up_to(place.bucket, prefetch=0)
-                self.finish_gather(place.bucket)
-            else:
-                self._finish_layer(place.bucket)
+        if self._units is not None:
+            self._units.need(place, trains=self._trains)
+        elif self._queued is not None and self.buffers[place.bucket].status is not Status.READY:
+            self._queued.start_up_to(place.bucket, looks_ahead=False)
+            self._queued.finish(place.bucket)
+
+    def _make_ready(self, unit: int, gathers: QueuedGathers) -> None:
+        for bucket in self._unit_buckets[unit]:
+            gathers.start_up_to(bucket, looks_ahead=True)
+        if not gathers.keeps_full:
+            for bucket in self._unit_buckets[unit]:
+                gathers.finish(bucket)
+        for bucket in self._unlooked[unit]:
+            gathers.start_up_to(bucket, looks_ahead=False)
+            gathers.finish(bucket)
 
     def _count_entry(self, unit: int) -> None:
         self._entries[unit] += 1
-        for bucket in self._unlooked[unit] if self._queues_all else self._unit_buckets[unit]:
+        looks_up = self._queued is not None and self._queued.keeps_full
+        for bucket in self._unlooked[unit] if looks_up else self._unit_buckets[unit]:
             self._note_use(bucket)
         if self._entries[unit] > 1:
             for bucket in self._unit_buckets[unit]:
@@ -163,89 +174,72 @@ class Schedule:
             self._used.add(bucket)
             self._first_uses.append(bucket)
 
+    # -- hooks.HookTarget ----------------------------------------------------------------------------------------
+
+    @property
+    def call(self) -> Call | None:
+        """Stage 3: the innermost run of a unit's forward."""
+        return self._units.call if self._units is not None else None
+
+    def enter_part(self, unit: int) -> bool:
+        """Before the forward of a layer of the unit that holds parameters. Returns whether it stands for the unit.
+
+        It does where it is called from outside: its unit is then used by it alone.
+        """
+        stands = not self._active[unit]
+        if stands:
+            self.enter_unit(unit)
+        return stands
+
+    def pass_on(self, values: Any) -> None:
+        """A unit has returned parameters: whoever called it uses them."""
+        if self._active_total:
+            for tensor in tensors_in(values):
+                if id(tensor) in self._places:
+                    self.look_up(tensor)
+
+    def enter_backward(self, call: Call) -> None:
+        """A gradient of something that the call returned is in."""
+        if self._units is not None:
+            self._units.enter_backward(call)
+
+    def arrive(self, awaited: tuple[int, int]) -> None:
+        """A gradient is in that says when a call is over."""
+        if self._units is not None:
+            self._units.arrive(awaited)
+
+    def take_gradient(self, place: Place) -> None:
+        """A parameter's gradient is in."""
+        self.reducer.take_gradient(place.bucket, place.slot)
+        if self._units is not None:
+            self._units.arrive((place.bucket, place.slot))
+
+    def has_frozen(self, unit: int) -> bool:
+        """Whether some parameter of the unit takes no gradient."""
+        buffers = [self.buffers[bucket] for bucket in self._unit_buckets[unit]]
+        return any(param.stop_gradient for buffer in buffers for param in buffer.params)
+
     # -- gathers -------------------------------------------------------------------------------------------------
 
-    def queue_gathers(self, buckets: Iterable[int]) -> None:
-        """Says which buckets are stale and must be gathered, in what order. Starts nothing."""
-        self._to_gather.extend(buckets)
-
-    def start_gathers(self) -> None:
-        """Starts every queued gather."""
-        while self._to_gather:
-            self._start_next()
-
-    def finish_gathers(self) -> None:
-        """Starts what is queued and waits until every bucket under way is READY."""
-        self.start_gathers()
-        for buffer in self.buffers:
-            if buffer.status is Status.SYNCING:
-                self._finish(buffer)
-
-    def finish_gather(self, bucket: int) -> None:
-        """Waits for the bucket's gather if one is under way."""
-        if self.buffers[bucket].status is Status.SYNCING:
-            self._finish(self.buffers[bucket])
-
     def unshard(self) -> list[int]:
-        """Gathers every bucket that is not READY. Returns those that were freed, for ``reshard``."""
-        freed = [buffer.layout.number for buffer in self.buffers if buffer.full is None]
-        self.finish_gathers()
-        return freed
+        """Gathers every bucket that is not READY. Returns what ``reshard`` wants to know."""
+        return self.gathers.unshard()
 
     def reshard(self, freed: Sequence[int]) -> None:
-        """Keeps what was written to the parameters, and frees the buckets that ``unshard`` found freed."""
+        """Keeps what was written to the parameters, and frees what had been freed before ``unshard``."""
         self._check_written()
-        for buffer in self.buffers:
-            if buffer.status is Status.READY:
-                buffer.store_full()
-        for bucket in (bucket for bucket in self.gather_order if bucket in set(freed)):
-            self.buffers[bucket].free()
-            self.queue_gathers([bucket])
-
-    def set_prefetch(self, prefetch: int) -> None:
-        """Sets how many buckets are gathered ahead of use from now on."""
-        self._prefetch = prefetch
-
-    def free_all(self) -> None:
-        """Frees every READY bucket and queues its gather for the next forward, in the agreed order."""
-        self.finish_gathers()
-        for buffer in self.buffers:
-            if buffer.status is Status.READY:
-                buffer.free()
-        self.queue_gathers(self.gather_order)
-
-    def _start_up_to(self, bucket: int, *, prefetch: int) -> None:
-        buffer = self.buffers[bucket]
-        if buffer.status is Status.READY:
-            return
-        while buffer.status is Status.SHARDED:
-            # Everything that stands before it in the agreed order starts first, on every rank alike.
-            assert self._to_gather, f"bucket '{buffer.name}' is SHARDED but not queued"
-            self._start_next()
-        while self._to_gather and self._under_way <= prefetch:
-            self._start_next()
-
-    def _start_next(self) -> None:
-        buffer = self.buffers[self._to_gather.popleft()]
-        if buffer.status is Status.SHARDED:
-            self._timeline.watch(buffer.start_gather())
-            self._under_way += 1
-
-    def _finish(self, buffer: FusedCommBuffer) -> None:
-        work = buffer.gather_work
-        assert work is not None
-        self._timeline.wait(work)
-        buffer.finish_gather()
-        self._under_way -= 1
+        self.gathers.reshard(freed)
 
     def _finish_layer(self, bucket: int) -> None:
         """Waits for the bucket, and for vectors of its layers, where nobody but the user knows what comes next.
 
         ``F.linear`` with a bias whose storage is away leaves it out, in silence; with such a weight it raises.
         """
-        self.finish_gather(bucket)
+        if self.buffers[bucket].status is not Status.SYNCING:
+            return
+        self.gathers.finish(bucket)
         for other in self._vectors_beside.get(bucket, ()):
-            self.finish_gather(other)
+            self.gathers.finish(other)
 
     # -- guard.ValueKeeper ---------------------------------------------------------------------------------------
 
@@ -255,9 +249,8 @@ class Schedule:
         if place is None:
             return
         buffer = self.buffers[place.bucket]
-        if buffer.status is Status.SYNCING:
-            self._finish_layer(place.bucket)
-        elif buffer.status is Status.SHARDED:
+        self._finish_layer(place.bucket)
+        if buffer.status is Status.SHARDED:
             raise StateError(
                 f"parameter '{param.name}' (bucket '{buffer.name}') is sharded: its value exists only while its layer "
                 "runs. Read or write it inside 'with hp_sharding.full_parameters(model):', on every rank"
@@ -294,26 +287,70 @@ class Schedule:
         self._start_unasked()  # a forward without the model around it, such as one of a sublayer, has not yet
         self._wake()
         self.reducer.begin_backward()
+        if self._units is not None and not backward.in_backward():
+            self._units.begin_backward()
 
     def end_backward(self) -> None:
         """Part of ``backward.BackwardListener``."""
         self._start_unasked()
+        self._end_units()
         self._entries = [0] * len(self._entries)
         self._learn_order()
         self.reducer.gather_order_changed = self.learned_gather_order is not None
         self.reducer.end_backward()
+
+    def abort_backward(self) -> None:
+        """Part of ``backward.BackwardListener``."""
+        self._end_units()
+        self.reducer.abort_backward()
+
+    def end_nested(self, depth: int) -> None:
+        """Part of ``backward.BackwardListener``."""
+        if self._units is not None:
+            self._units.end_nested(depth)
+
+    def begin_partial(self) -> None:
+        """Part of ``backward.BackwardListener``."""
+        if self._units is not None and not backward.in_backward():
+            self._units.begin_backward()
+
+    def end_partial(self, results: Sequence[Any]) -> None:
+        """Part of ``backward.BackwardListener``."""
+        if self._units is None:
+            return
+        if backward.in_backward():
+            self._units.end_nested(backward.depth() + 1)
+            return
+        call = self._units.end_partial()
+        if call is not None:
+            hooks.watch_tensors(self, results, call)
+
+    def explain(self, error: Exception) -> Exception | None:
+        """Part of ``backward.BackwardListener``: what an operation without its parameter's value says is no help."""
+        if self._units is None or not any(sign in str(error) for sign in _SIGNS_OF_FREED):
+            return None
+        return StateError(
+            f"rank {self.reducer.rank}: the backward needs the value of a parameter that is sharded again. An "
+            "operation outside every layer's forward has used it, or one whose result a layer neither returned nor "
+            "kept as an attribute. Run forward and backward inside 'with hp_sharding.full_parameters(model):', or use "
+            "the parameter in the forward of a layer that returns what comes of it"
+        )
+
+    def _end_units(self) -> None:
+        if self._units is None:
+            return
+        if backward.in_backward():  # recompute, inside paddle.grad
+            self._units.end_nested(backward.depth() + 1)
+        else:
+            self._units.end_backward()
 
     def _start_unasked(self) -> None:
         """Gathers that no layer asked for on this rank: another one may stand in its forward and wait for them.
 
         Not in a backward that has nothing to do with this model: it may be this rank's alone.
         """
-        if self.reducer.armed:
-            self.start_gathers()
-
-    def abort_backward(self) -> None:
-        """Part of ``backward.BackwardListener``."""
-        self.reducer.abort_backward()
+        if self._queued is not None and self.reducer.armed:
+            self._queued.start_all()
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -321,7 +358,7 @@ class Schedule:
         """Start of ``step()``: nothing is inside a forward any more, and no parameter has left its bucket."""
         self.forget_forward()
         self._first_uses, self._used = [], set()
-        self.start_gathers()
+        self.gathers.begin_step()
         guard.guard_again(self._lists, self)
         guard.check_frozen(self._late)
         self._written.clear()
@@ -333,18 +370,21 @@ class Schedule:
         self._close_units()
         self._entries = [0] * len(self._entries)
 
+    def adopt_gather_order(self, order: list[int]) -> None:
+        """Takes the order that rank 0 published."""
+        self.gathers.order = order
+        self.learned_gather_order = None
+
     def _close_units(self) -> None:
         self._active = [0] * len(self._active)
         self._active_total = 0
-
-    def adopt_gather_order(self, order: list[int]) -> None:
-        """Takes the order that rank 0 published."""
-        self.gather_order = order
-        self.learned_gather_order = None
+        if self._units is not None:
+            self._units.forget_forward()
 
     def _learn_order(self) -> None:
-        order = [*self._first_uses, *(bucket for bucket in self.gather_order if bucket not in self._used)]
-        self.learned_gather_order = order if order != self.gather_order else None
+        known = self.gathers.order
+        order = [*self._first_uses, *(bucket for bucket in known if bucket not in self._used)]
+        self.learned_gather_order = order if order != known else None
 
     # -- registration --------------------------------------------------------------------------------------------
 
@@ -374,13 +414,20 @@ class Schedule:
                 beside = self._vectors_beside.setdefault(bucket, [])
                 beside.extend(sorted(vectors - {bucket, *beside}))
 
+    def _captured(self, plan: UnitPlan) -> dict[int, list[Place]]:
+        captured: dict[int, list[Place]] = {}
+        for unit, key in plan.captured:
+            if key in self._places:
+                captured.setdefault(unit, []).append(self._places[key])
+        return captured
+
     def _register(self, plan: UnitPlan, params: list[EagerParamBase]) -> None:
         model = plan.units[0].layer
-        for index, unit in enumerate(plan.units):
-            before = unit.layer.register_forward_pre_hook(_layer_hook(self, unit.layer, Schedule.enter_unit, index))
-            # Before hooks that are there already: those of weight_norm and spectral_norm read parameters.
-            unit.layer._forward_pre_hooks.move_to_end(before._hook_id, last=False)
-            unit.layer.register_forward_post_hook(_layer_hook(self, unit.layer, Schedule.leave_unit, index))
+        for index, layers in enumerate(plan.layers):
+            if self._units is None:
+                hooks.hook_unit(self, layers[0], index)
+            else:
+                hooks.watch_unit(self, layers, index)
         guard.guard_params(params, self)
         guard.guard_layers(model, self)
         self._sleeping = list(params)
@@ -393,45 +440,8 @@ class Schedule:
             return
         for param in self._sleeping:
             if not param.stop_gradient:
-                place = self._places[id(param)]
-                param._register_backward_hook(_gradient_hook(self, place.bucket, place.slot))
+                hooks.hook_gradient(self, param, self._places[id(param)])
         self._sleeping = [param for param in self._sleeping if param.stop_gradient]
-
-
-def _layer_hook(
-    schedule: Schedule, layer: nn.Layer, method: Callable[[Schedule, int], None], unit: int
-) -> Callable[..., None]:
-    """A hook that keeps neither schedule nor layer alive, changes no inputs or outputs, and is deaf in deep copies."""
-    schedule_ref, layer_ref = weakref.ref(schedule), weakref.ref(layer)
-
-    def hook(caller: nn.Layer, *_: Any) -> None:
-        target = schedule_ref()
-        if target is not None and caller is layer_ref():
-            method(target, unit)
-
-    return hook
-
-
-def _gradient_hook(schedule: Schedule, bucket: int, index: int) -> Callable[[], None]:
-    """A hook for after the gradient was accumulated. It cannot be removed, so it goes quiet with the schedule."""
-    reference = weakref.ref(schedule)
-
-    def hook() -> None:
-        target = reference()
-        if target is None:
-            return
-        try:
-            if not backward.in_backward():
-                raise StateError(
-                    "a gradient came in, but nobody announced its backward, so it would never be reduced: something "
-                    "put back paddle.base.core.eager.run_backward after the model was wrapped. Wrap the model after it"
-                )
-            target.reducer.take_gradient(bucket, index)
-        except BaseException as error:
-            backward.keep_error(error)
-            raise
-
-    return hook
 
 
 def keep_schedule(model: nn.Layer, schedule: Schedule) -> None:

@@ -15,7 +15,7 @@ from paddle.base.framework import EagerParamBase
 from . import guard
 from .arena import GradientArena
 from .broadcast import broadcast_state, check_state_exists
-from .buffer import BufferPlace, FusedCommBuffer
+from .buffer import BufferPlace, FusedCommBuffer, Status
 from .comm import Communicator, Fingerprint, create_communicators, fingerprint
 from .config import ShardingConfig
 from .errors import ConfigError
@@ -26,7 +26,7 @@ from .pool import DTYPES, StoragePool
 from .reduction import ReduceLanes, Reducer, ReduceRules
 from .schedule import Schedule, keep_schedule, schedule_of
 from .timeline import Timeline
-from .units import UnitParam, UnitPlan, find_units
+from .units import Unit, UnitParam, UnitPlan, find_units
 from .updates import InnerUpdates, check_fresh, check_optimizer, optimizer_params
 
 LOG = logging.getLogger("hp_sharding")
@@ -187,14 +187,16 @@ def build(
         pool: where freed storage goes; None for a pool of its own.
     """
     plan = find_units(model, config.units)
+    kept = _kept_units(plan, config)
     held = {id(param) for param in optimizer_params(optimizer)}
-    entries = [entry for entry in plan.params if id(entry.param) in held and _has_place(entry.param)]
+    entries = [entry for entry in plan.params if _is_sharded(entry.param, held, config)]
     compared = Fingerprint(lanes[fingerprint.LANE]) if fingerprint.LANE in lanes else None
     if compared is not None:
         lanes = compared.watch({name: lane for name, lane in lanes.items() if name != fingerprint.LANE})
     gather = lanes["gather"]
     layouts = _plan_layouts(plan, entries, config, gather.nranks)
-    place = BufferPlace(gather.rank, gather, pool or StoragePool(), not config.reshards_after_step)
+    status = Status.SHARDED if config.stage == 3 else Status.READY
+    place = BufferPlace(gather.rank, gather, pool or StoragePool(), not config.reshards_after_step, status)
     buffers = [FusedCommBuffer(layout, _members(layout, entries), place) for layout in layouts]
     replicate = lanes.get("replicate")
     n_replicas = replicate.nranks if replicate is not None else 1
@@ -210,7 +212,7 @@ def build(
         timeline=timeline,
     )
     schedule = Schedule(
-        model, plan, buffers=buffers, reducer=reducer, prefetch=config.units_ahead or 0, timeline=timeline
+        model, plan, buffers=buffers, reducer=reducer, ahead=config.units_ahead, kept=kept, timeline=timeline
     )
     updates = InnerUpdates(optimizer, buffers, arena, comm=gather, timeline=timeline)
     sharded = ShardedOptimizer(
@@ -295,9 +297,39 @@ def _plan_layouts(
     return plan_buckets(specs, [unit.name for unit in plan.units], rules)
 
 
-def _has_place(param: EagerParamBase) -> bool:
-    """Whether it belongs in a bucket: not without elements, and not an integer, which never trains."""
-    return param.size > 0 and _dtype(param) in DTYPES
+def _is_sharded(param: EagerParamBase, held: set[int], config: ShardingConfig) -> bool:
+    """Whether it belongs in a bucket: not without elements, and not an integer, which never trains.
+
+    Nor what the optimizer does not hold; but in stage 3 frozen parameters are sharded whoever holds them.
+    """
+    wanted = id(param) in held or (config.stage == 3 and param.stop_gradient)
+    return wanted and param.size > 0 and _dtype(param) in DTYPES
+
+
+def _kept_units(plan: UnitPlan, config: ShardingConfig) -> frozenset[int] | None:
+    """Stage 3: units that stay gathered from forward to backward.
+
+    Raises:
+        ConfigError: ``reshard_after_forward`` names what is no unit.
+    """
+    choice = config.reshard_after_forward
+    if config.stage != 3:
+        return None
+    if isinstance(choice, bool):
+        return frozenset() if choice else frozenset(range(len(plan.units)))
+    kept: set[int] = set()
+    for key, reshards in choice.items():
+        named = [number for number, unit in enumerate(plan.units) if _is_named(unit, key)]
+        if not named:
+            raise ConfigError(
+                f"reshard_after_forward: {key!r} is no unit; they are {', '.join(unit.name for unit in plan.units)}"
+            )
+        kept.update(() if reshards else named)
+    return frozenset(kept)
+
+
+def _is_named(unit: Unit, key: str | type) -> bool:
+    return unit.name == key if isinstance(key, str) else isinstance(unit.layer, key)
 
 
 def _dtype(param: EagerParamBase) -> str:

@@ -54,12 +54,14 @@ class UnitPlan(NamedTuple):
     Attributes:
         units: the root first.
         params: in the order in which the model holds them.
+        layers: of each unit, its own first, then those in it that belong to no other; each layer once.
         captured: (unit, id of a parameter) for what a layer of the unit also holds in an attribute of its own, such as
             the list of weights that recurrent layers keep: its forward may read them without looking them up.
     """
 
     units: list[Unit]
     params: list[UnitParam]
+    layers: list[list[nn.Layer]]
     captured: list[tuple[int, int]]
 
 
@@ -76,20 +78,23 @@ def find_units(model: nn.Layer, choice: str | Sequence[type]) -> UnitPlan:
     units: list[Unit] = []
     places: list[tuple[str, EagerParamBase, int]] = []
     captured: list[tuple[int, int]] = []
-    _collect(model, "", None, _Found(layers, units, places, captured))
+    members: dict[int, tuple[int, nn.Layer]] = {}
+    _collect(model, "", None, _Found(layers, units, places, members, captured))
     holders: dict[int, int] = {}
     for _, param, _ in places:
         holders[id(param)] = holders.get(id(param), 0) + 1
     first = {id(param): (name, param, unit) for name, param, unit in reversed(places)}
     ordered = [first[key] for key in holders]
     params = [UnitParam(name, param, unit, holders[id(param)] > 1) for name, param, unit in ordered]
-    return UnitPlan(units, params, captured)
+    of_units = [[layer for unit, layer in members.values() if unit == index] for index in range(len(units))]
+    return UnitPlan(units, params, of_units, captured)
 
 
 class _Found(NamedTuple):
     layers: set[int]
     units: list[Unit]
     places: list[tuple[str, EagerParamBase, int]]
+    members: dict[int, tuple[int, nn.Layer]]
     captured: list[tuple[int, int]]
 
 
@@ -99,6 +104,7 @@ def _collect(layer: nn.Layer, prefix: str, unit: int | None, found: _Found) -> N
         found.units.append(Unit(prefix or type(layer).__name__, layer))
         found.layers.discard(id(layer))  # a layer held twice is one unit, at its first place
     assert unit is not None
+    found.members.setdefault(id(layer), (unit, layer))
     for name, param in layer._parameters.items():
         if param is not None and not _is_statistic(layer, name):
             found.places.append((f"{prefix}.{name}" if prefix else name, param, unit))

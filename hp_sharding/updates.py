@@ -233,6 +233,8 @@ class InnerUpdates:
         parts = []
         for piece in buffer.slices:
             param = buffer.params[piece.param]
+            if id(param) not in self._group_of:
+                continue  # sharded to save memory, and updated by nobody
             gradient = reduced._slice(piece.start_numel, piece.start_numel + piece.numel)
             parts.append(_Part(piece.param, self._group_of[id(param)], param, piece.tensor, gradient))
         return parts

@@ -6,7 +6,7 @@ import gc
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import paddle
@@ -22,6 +22,8 @@ class _Listener:
     def __init__(self, name: str = "a", told: list[str] | None = None) -> None:
         self.name = name
         self.told = told if told is not None else []
+        self.inner: list[str] = []
+        self.better: Exception | None = None
         self.on_begin: Callable[[], None] = lambda: None
         self.on_end: Callable[[], None] = lambda: None
 
@@ -35,6 +37,18 @@ class _Listener:
 
     def abort_backward(self) -> None:
         self.told.append(f"{self.name} abort")
+
+    def end_nested(self, depth: int) -> None:
+        self.inner.append(f"{self.name} nested {depth}")
+
+    def begin_partial(self) -> None:
+        self.inner.append(f"{self.name} partial begins")
+
+    def end_partial(self, results: Sequence[Any]) -> None:
+        self.inner.append(f"{self.name} partial ends, {len(results)} differentiable")
+
+    def explain(self, error: Exception) -> Exception | None:
+        return self.better
 
 
 @pytest.fixture(autouse=True)

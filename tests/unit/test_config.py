@@ -35,6 +35,7 @@ def test_defaults() -> None:
         "replicate_buffer_size_MB": 25,
         "prefetch_depth": None,
         "reshard_after_step": None,
+        "reshard_after_forward": True,
         "units": "auto",
         "param_dtype": None,
         "gather_dtype": None,
@@ -96,6 +97,7 @@ _BAD = {
     "timeline": _NOT_A_BOOL,
     "main_grad": _NOT_A_BOOL,
     "reshard_after_step": [1, "no", 0.0],
+    "reshard_after_forward": [1, "no", None, [_LayerLike], {1: True}, {"head": 1}, {_LayerLike: None}],
     "comm_buffer_size_MB": _BAD_SIZES,
     "replicate_buffer_size_MB": _BAD_SIZES,
     "timeout_s": _BAD_SIZES,
@@ -117,7 +119,6 @@ def test_refuses_wrong_types_and_ranges(key: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "instead"),
     [
-        ("stage", 3, "stage=2"),
         ("param_dtype", "bfloat16", "None"),
         ("gather_dtype", "float16", "None"),
         ("reduce_dtype", "float32", "None"),
@@ -174,6 +175,26 @@ def test_units_ahead() -> None:
     assert ShardingConfig(allgather_overlap=True, reshard_after_step=True).units_ahead == 1
     assert ShardingConfig(allgather_overlap=True, reshard_after_step=True, prefetch_depth=0).units_ahead == 0
     assert ShardingConfig(allgather_overlap=True, reshard_after_step=True, prefetch_depth=3).units_ahead == 3
+
+
+def test_stage_3_looks_one_unit_ahead_unless_told_otherwise() -> None:
+    assert ShardingConfig(stage=3).units_ahead == 0
+    assert ShardingConfig(stage=3, allgather_overlap=True).units_ahead == 1
+    assert ShardingConfig(stage=3, allgather_overlap=True, prefetch_depth=2).units_ahead == 2
+    assert ShardingConfig(stage=3).reshards_after_step
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"stage": 3, "reshard_after_step": False}, "reshard_after_step=False contradicts stage=3"),
+        ({"stage": 2, "reshard_after_forward": False}, "stage 3 only"),
+        ({"stage": 1, "reshard_after_forward": {"head": False}}, "stage 3 only"),
+    ],
+)
+def test_contradictions_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ShardingConfig.from_dict(settings)
 
 
 def test_reshards_after_step_is_off_below_stage_3() -> None:

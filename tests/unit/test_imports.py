@@ -24,6 +24,11 @@ ORDER = [
     "guard",
     "units",
     "backward",
+    "outputs",
+    "foresight",
+    "gathers",
+    "residency",
+    "hooks",
     "facts",
     "replication",
     "reduction",
@@ -39,7 +44,7 @@ ORDER = [
 ]
 """Every module and package of hp_sharding. Each may import those above it, and none below."""
 
-WITHOUT_PADDLE = {"errors", "config", "layout"}
+WITHOUT_PADDLE = {"errors", "config", "layout", "foresight"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
 MAX_LINES = 500
 

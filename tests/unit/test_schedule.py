@@ -150,9 +150,9 @@ def test_gathers_follow_the_order_of_first_use_from_the_first_step_on() -> None:
 def test_an_order_of_gathers_is_published_though_that_of_reductions_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reducer, "_learn_order", lambda reducer: None)
     rig = shard_task(make_odd(), comm_fusion=False, **BOTH)
-    before = rig.optimizer._schedule.gather_order
+    before = rig.optimizer._schedule.gathers.order
     TASKS["odd"].run(0, rig.model, rig.optimizer)
-    assert rig.optimizer._schedule.gather_order != before
+    assert rig.optimizer._schedule.gathers.order != before
     assert rig.gather.labels("broadcast") == ["bucket order"]
 
 

@@ -45,7 +45,7 @@ def test_buckets_whose_reduction_is_done_are_updated_while_others_are_waited_for
         _backward(rig.model, number)
         rig.optimizer.step()
     _backward(rig.model, 2)
-    order, gather_order = rig.optimizer._reducer.order, rig.optimizer._schedule.gather_order
+    order, gather_order = rig.optimizer._reducer.order, rig.optimizer._schedule.gathers.order
     n_done = 4
     assert gather_order[0] not in order[:n_done], "what is needed first comes last"
     for bucket in order[:n_done]:
@@ -84,7 +84,7 @@ def test_small_neighbours_are_updated_in_one_call(monkeypatch: pytest.MonkeyPatc
     rig.optimizer.step()
     buffers = rig.optimizer.buffers
     nbytes = [buffer.layout.shard_numel * buffer.layout.itemsize for buffer in buffers]
-    order = rig.optimizer._schedule.gather_order
+    order = rig.optimizer._schedule.gathers.order
     assert [bucket for call in calls for bucket in call] == order
     assert all(len(call) == 1 or sum(nbytes[bucket] for bucket in call) <= limit for call in calls)
     for call, following in itertools.pairwise(calls):
@@ -99,7 +99,7 @@ def test_what_has_not_been_reduced_keeps_no_small_neighbour_waiting() -> None:
         rig.optimizer.step()
     _backward(rig.model, 2)
     order = rig.optimizer._reducer.order
-    rig.optimizer._schedule.gather_order = list(order)
+    rig.optimizer._schedule.gathers.order = list(order)
     work = rig.optimizer._reducer._works[order[1]]
     assert isinstance(work, WaitingWork)
     rig.reduce.deliver(work)

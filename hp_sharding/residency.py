@@ -1,0 +1,321 @@
+"""Residency, stage 3: which units hold their parameters, and for how long.
+
+A unit's parameters are gathered when its forward begins and freed when it ends, gathered once more when the gradients
+of its outputs come in, and freed when its own are done. What is expected next is gathered ahead. All of it follows
+from what the model does, which is the same on all ranks, and from nothing that one rank sees alone, such as whether
+a gather happens to be over; so all ranks start the same gathers in the same order, and the communicator notices where
+they do not.
+
+A unit is needed by *calls*. Each run of its forward is one, and notes the parameters it looks up, its own and others'.
+In backward a call is *open* from when the gradient of something that it returned comes in until all parameters that
+it used have theirs: then every operation that has read them is over. Where frozen parameters took part, the gradients
+of its inputs must be in as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import paddle
+
+from . import backward
+from .buffer import FusedCommBuffer, Status
+from .foresight import Foresight, Phase
+from .gathers import Gathers, Place
+from .timeline import Timeline
+
+_NEVER = (-1, -1)
+"""Is awaited where nobody says when a call is over, so that it lasts until its backward ends."""
+
+
+class Call:
+    """One run of a unit's forward, kept by the hooks on what it returned.
+
+    Attributes:
+        unit: whose.
+        units: those whose parameters it used, its own first; a dict for its order.
+        places: (bucket, slot) of the parameters that it looked up.
+        awaited_inputs: stand-ins for inputs whose gradients have to be in before it is over.
+        backward: number of the backward that has opened it last.
+    """
+
+    __slots__ = ("awaited_inputs", "backward", "places", "unit", "units")
+
+    def __init__(self, unit: int) -> None:
+        self.unit = unit
+        self.units: dict[int, None] = {unit: None}
+        self.places: set[tuple[int, int]] = set()
+        self.awaited_inputs: set[tuple[int, int]] = set()
+        self.backward = -1
+
+
+class _Open(NamedTuple):
+    """A call whose backward is under way.
+
+    ``level`` is the depth of the backward that runs its graph: reentrant recompute runs one inside another. ``hooked``
+    is False for a forward that recompute has just run again, of which no gradient has been seen.
+    """
+
+    call: Call
+    level: int
+    awaited: set[tuple[int, int]]
+    hooked: bool
+
+
+class ResidencyRules(NamedTuple):
+    """What ``UnitGathers`` knows of the model.
+
+    Attributes:
+        unit_buckets: buckets of each unit; each belongs to one.
+        captured: for a unit, parameters that its layers hold in attributes of their own and may not look up.
+        kept: units that stay gathered from forward to backward.
+    """
+
+    unit_buckets: Sequence[Sequence[int]]
+    captured: Mapping[int, Sequence[Place]]
+    kept: frozenset[int]
+
+
+class UnitGathers(Gathers):
+    """Gathers and frees units as they are used.
+
+    Args:
+        ahead: units gathered before they are needed.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[FusedCommBuffer],
+        rules: ResidencyRules,
+        *,
+        ahead: int | None,
+        timeline: Timeline,
+    ) -> None:
+        super().__init__(buffers, ahead=ahead, timeline=timeline)
+        self.foresight = Foresight()
+        self._rules = rules
+        self._calls: list[Call] = []
+        self._open: list[_Open] = []
+        self._resident: dict[int, None] = {}
+        self._expected: list[int] = []
+        self._kept: set[int] = set()
+        self._pins = 0
+        self._backward = 0
+        self._opened: dict[int, None] = {}
+        """Units opened in the backward under way; none: it has nothing to do with this model."""
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    @property
+    def call(self) -> Call | None:
+        """The innermost call under way."""
+        return self._calls[-1] if self._calls else None
+
+    def enter(self, unit: int, *, trains: bool) -> Call:
+        """A unit's forward begins; returns once its parameters are there."""
+        if not self._calls and not backward.in_backward():
+            self.foresight.begin_forward()
+        call = Call(unit)
+        for place in self._rules.captured.get(unit, ()):
+            call.places.add((place.bucket, place.slot))
+            call.units[place.unit] = None
+        self._calls.append(call)
+        if backward.in_backward():
+            self._expect_graph(call)
+        self._use(call.units, self._phase(trains))
+        return call
+
+    def leave(self, unit: int) -> None:
+        """A unit's forward has ended, or raised."""
+        while self._calls and self._calls.pop().unit != unit:
+            pass  # units inside it that raised past every hook
+        self._release()
+
+    def need(self, place: Place, *, trains: bool) -> None:
+        """A parameter is looked up inside a forward; returns once it is there."""
+        call = self._calls[-1]
+        call.places.add((place.bucket, place.slot))
+        if place.unit not in call.units:
+            call.units[place.unit] = None
+            self._use([place.unit], self._phase(trains))
+
+    def forget_forward(self) -> None:
+        """A forward or backward may have raised: nothing is under way any more."""
+        if self._calls or self._open:
+            self._calls.clear()
+            self._end()
+
+    # -- backward ------------------------------------------------------------------------------------------------
+
+    def enter_backward(self, call: Call) -> None:
+        """The gradient of something that the call returned has come in; returns once its parameters are there."""
+        if call.backward == self._backward:
+            return
+        call.backward = self._backward
+        level = backward.depth()
+        # The call's graph is run here. What was run again of the same unit only gave the values back that it lacked.
+        self._open = [
+            entry
+            for entry in self._open
+            if entry.call is not call and (entry.hooked or entry.level <= level or entry.call.unit != call.unit)
+        ]
+        awaited = {place for place in call.places if self._trains(place)} | call.awaited_inputs
+        self._open.append(_Open(call, level, awaited or {_NEVER}, True))
+        self._opened.update(call.units)
+        self._use(call.units, Phase.BACKWARD)
+
+    def arrive(self, place: tuple[int, int]) -> None:
+        """The gradient of a parameter, as (bucket, slot), or of an awaited input is in."""
+        level = backward.depth()
+        over = False
+        for entry in self._open:
+            if entry.level == level and place in entry.awaited:
+                entry.awaited.discard(place)
+                over = over or not entry.awaited
+        if over:
+            self._close([entry for entry in self._open if not entry.awaited])
+
+    def begin_backward(self) -> None:
+        """An outermost backward begins."""
+        self._backward += 1
+        self._opened.clear()
+
+    def end_nested(self, level: int) -> None:
+        """A backward inside another one has ended, at this depth."""
+        self._close([entry for entry in self._open if entry.level >= level])
+
+    def end_backward(self) -> None:
+        """An outermost backward has ended, or failed."""
+        if self._opened or self._open:
+            self._end()
+        self._backward += 1
+
+    def end_partial(self) -> Call | None:
+        """``paddle.grad`` has ended. Returns a call that needs all it opened, for a backward through its results."""
+        call = None
+        if self._opened:
+            call = Call(next(iter(self._opened)))
+            call.units.update(self._opened)
+        self.end_backward()
+        return call
+
+    # -- Gathers -------------------------------------------------------------------------------------------------
+
+    def unshard(self) -> list[int]:
+        """Part of ``Gathers``."""
+        self._pins += 1
+        for unit in range(len(self._rules.unit_buckets)):
+            self._start_unit(unit)
+        self.finish_under_way()
+        return []
+
+    def reshard(self, freed: Sequence[int]) -> None:
+        """Part of ``Gathers``."""
+        self._store_written()
+        self._pins -= 1
+        self._release()
+
+    def begin_step(self) -> None:
+        """Part of ``Gathers``."""
+        self._calls.clear()
+        self._kept.clear()
+        self._end()
+
+    def take_update(self, bucket: int) -> None:
+        """Part of ``Gathers``: gathers at once what the next forward begins with."""
+        buffer = self.buffers[bucket]
+        if self._pins:
+            buffer.mark_stale()
+            self._start(buffer)
+            return
+        for unit in self._next_units():
+            if bucket in self._rules.unit_buckets[unit]:
+                self._resident[unit] = None
+                self._start(buffer)
+
+    def end_step(self) -> None:
+        """Part of ``Gathers``."""
+        if self._pins:
+            self.finish_under_way()
+            return
+        self._expected = self._next_units()
+        for unit in self._expected:
+            self._start_unit(unit)
+
+    # -- parts ---------------------------------------------------------------------------------------------------
+
+    def _phase(self, trains: bool) -> Phase:
+        if backward.in_backward():
+            return Phase.BACKWARD
+        return Phase.FORWARD if trains else Phase.EVALUATE
+
+    def _next_units(self) -> list[int]:
+        return self.foresight.ahead(self._ahead + 1) if self._ahead else []
+
+    def _use(self, units: Iterable[int], phase: Phase) -> None:
+        """Makes units READY, starts those that are expected next, and lets go of all that is not needed."""
+        units = [unit for unit in units if self._rules.unit_buckets[unit]]
+        for unit in units:
+            self.foresight.note(phase, unit)
+        if units:
+            self._expected = self.foresight.ahead(self._ahead or 0, in_use=self._needed_by_calls().union(units))
+        if phase is not Phase.BACKWARD:
+            self._kept.update(self._rules.kept.intersection(units))
+        self._release()
+        for unit in [*units, *self._expected]:
+            self._start_unit(unit)
+        for unit in units:
+            for bucket in self._rules.unit_buckets[unit]:
+                self.finish(bucket)
+
+    def _expect_graph(self, call: Call) -> None:
+        """Recompute runs a forward again. Where another backward will run its graph, it stays until that has ended."""
+        level = backward.depth()
+        known = any(entry.hooked and entry.level == level and entry.call.unit == call.unit for entry in self._open)
+        if paddle.is_grad_enabled() and not known:
+            self._open.append(_Open(call, level + 1, {_NEVER}, False))
+            self._opened.update(call.units)
+
+    def _close(self, entries: Sequence[_Open]) -> None:
+        if not entries:
+            return
+        for entry in entries:
+            self._open.remove(entry)
+            self._kept.difference_update(entry.call.units)
+        self._release()
+
+    def _end(self) -> None:
+        self._open.clear()
+        self._opened.clear()
+        self._expected = []
+        self.foresight.begin()
+        self._release()
+
+    def _needed_by_calls(self) -> set[int]:
+        needed: set[int] = set()
+        for call in self._calls:
+            needed.update(call.units)
+        for entry in self._open:
+            needed.update(entry.call.units)
+        return needed
+
+    def _release(self) -> None:
+        if self._pins:
+            return
+        needed = self._needed_by_calls().union(self._expected, self._kept)
+        for unit in [unit for unit in self._resident if unit not in needed]:
+            del self._resident[unit]
+            for bucket in self._rules.unit_buckets[unit]:
+                self.finish(bucket)
+                if self.buffers[bucket].status is Status.READY:
+                    self.buffers[bucket].free()
+
+    def _start_unit(self, unit: int) -> None:
+        self._resident[unit] = None
+        for bucket in self._rules.unit_buckets[unit]:
+            if self.buffers[bucket].status is Status.SHARDED:
+                self._start(self.buffers[bucket])
+
+    def _trains(self, place: tuple[int, int]) -> bool:
+        return not self.buffers[place[0]].params[place[1]].stop_gradient
