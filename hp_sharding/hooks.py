@@ -19,7 +19,7 @@ from paddle.base.framework import EagerParamBase
 from . import backward
 from .errors import StateError
 from .gathers import Place
-from .outputs import kept_tensors, tensors_in
+from .outputs import ATOMS, kept_tensors, tensors_in
 from .residency import Call
 
 
@@ -125,6 +125,7 @@ class _UnitWatch:
         self.unit = unit
         self.standing: list[bool] = []
         """For each forward of a part under way, whether it stands for the unit."""
+        self._given: list[set[int] | None] = []
         self._target = weakref.ref(target)
         self._layers = [weakref.ref(layer) for layer in layers]
         self._seen: dict[tuple[int, str], weakref.ref[paddle.Tensor]] = {}
@@ -144,6 +145,16 @@ class _UnitWatch:
                 call.awaited_inputs.add(awaited)
                 if not tensor.is_leaf:  # else the call lasts until its backward has ended
                     tensor.register_hook(_arrival_hook(target, awaited))
+
+    def note_inputs(self, inputs: Any) -> None:
+        """A forward may leave results in a list or dict that it was given."""
+        self._given.append({id(tensor) for tensor in tensors_in(inputs)} if _has_containers(inputs) else None)
+
+    def watch_given(self, target: HookTarget, inputs: Any) -> None:
+        known = self._given.pop()
+        call = target.call
+        if known is not None and call is not None and paddle.is_grad_enabled():
+            watch_tensors(target, [tensor for tensor in tensors_in(inputs) if id(tensor) not in known], call)
 
     def watch_outputs(self, target: HookTarget, outputs: Any) -> None:
         call = target.call
@@ -180,21 +191,28 @@ def _watch_layer(watch: _UnitWatch, layer: nn.Layer, *, stands: bool) -> None:
         else:
             watch.standing.append(False)
             watch.standing[-1] = target.enter_part(watch.unit)
+        watch.note_inputs((inputs, kwargs))
         if watch.standing[-1]:
             watch.watch_inputs(target, (inputs, kwargs))
 
-    def after(caller: nn.Layer, _: Any, outputs: Any) -> None:
+    def after(caller: nn.Layer, inputs: Any, kwargs: Any, outputs: Any) -> None:
         target = watch.target
         if target is None or caller is not layer_ref() or not watch.standing:
             return
         watch.watch_outputs(target, outputs)
+        watch.watch_given(target, (inputs, kwargs))
         if watch.standing.pop():
             watch.watch_kept(target)
             target.leave_unit(watch.unit)
             target.pass_on(outputs)
 
     layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    last = layer.register_forward_post_hook(after, always_call=True)
+    last = layer.register_forward_post_hook(after, with_kwargs=True, always_call=True)
+
+
+def _has_containers(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
+    args, kwargs = inputs
+    return any(not isinstance(value, (paddle.Tensor, *ATOMS)) for value in (*args, *kwargs.values()))
 
 
 def _call_hook(target: HookTarget, call: Call) -> Callable[[paddle.Tensor], None]:

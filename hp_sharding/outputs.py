@@ -13,7 +13,8 @@ _DEPTH = 6
 
 _NOT_KEPT = frozenset(("_parameters", "_sub_layers", "_hp_sharding_schedule"))
 
-_ATOMS = (str, bytes, int, float, bool, type(None))
+ATOMS = (str, bytes, int, float, bool, type(None))
+"""Values without anything in them."""
 
 
 def tensors_in(value: Any, *, depth: int = _DEPTH) -> Iterator[paddle.Tensor]:
@@ -21,7 +22,7 @@ def tensors_in(value: Any, *, depth: int = _DEPTH) -> Iterator[paddle.Tensor]:
     if isinstance(value, paddle.Tensor):
         yield value
         return
-    if depth == 0 or isinstance(value, _ATOMS):
+    if depth == 0 or isinstance(value, ATOMS):
         return
     for part in _parts(value):
         yield from tensors_in(part, depth=depth - 1)

@@ -25,6 +25,7 @@ from .foresight import Foresight, Phase
 from .gathers import Gathers, Place
 from .timeline import Timeline
 
+_ROOT = 0
 _NEVER = (-1, -1)
 """Is awaited where nobody says when a call is over, so that it lasts until its backward ends."""
 
@@ -258,8 +259,10 @@ class UnitGathers(Gathers):
         units = [unit for unit in units if self._rules.unit_buckets[unit]]
         for unit in units:
             self.foresight.note(phase, unit)
-        if units:
-            self._expected = self.foresight.ahead(self._ahead or 0, in_use=self._needed_by_calls().union(units))
+        if units and self._ahead:
+            # The model's own parameters are there all the time; with them the first unit itself is still ahead.
+            n_units = self._ahead + (units == [_ROOT])
+            self._expected = self.foresight.ahead(n_units, in_use=self._needed_by_calls().union(units))
         if phase is not Phase.BACKWARD:
             self._kept.update(self._rules.kept.intersection(units))
         self._release()
@@ -286,6 +289,7 @@ class UnitGathers(Gathers):
         self._release()
 
     def _end(self) -> None:
+        self._kept.difference_update(self._opened)
         self._open.clear()
         self._opened.clear()
         self._expected = []

@@ -404,15 +404,20 @@ class Schedule:
                 self._unlooked[unit].append(place.bucket)
 
     def _find_vectors(self, plan: UnitPlan) -> None:
+        """Notes the vectors of each layer, which ``F.linear`` leaves out, in silence, where they have no storage."""
         by_layer: dict[str, list[EagerParamBase]] = {}
         for entry in plan.params:
-            if id(entry.param) in self._places:
-                by_layer.setdefault(entry.name.rpartition(".")[0], []).append(entry.param)
+            by_layer.setdefault(entry.name.rpartition(".")[0], []).append(entry.param)
         for params in by_layer.values():
-            vectors = {self._places[id(param)].bucket for param in params if param.ndim == 1}
-            for bucket in {self._places[id(param)].bucket for param in params}:
+            places = [self._places[id(param)] for param in params if id(param) in self._places]
+            vectors = [self._places[id(p)] for p in params if p.ndim == 1 and id(p) in self._places]
+            for bucket in {place.bucket for place in places}:
                 beside = self._vectors_beside.setdefault(bucket, [])
-                beside.extend(sorted(vectors - {bucket, *beside}))
+                beside.extend(sorted({place.bucket for place in vectors} - {bucket, *beside}))
+            if len(places) < len(params):
+                # Beside a weight that is always there, nothing else would raise.
+                for place in vectors:
+                    self.buffers[place.bucket].show_nan(place.slot)
 
     def _captured(self, plan: UnitPlan) -> dict[int, list[Place]]:
         captured: dict[int, list[Place]] = {}

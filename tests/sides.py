@@ -42,11 +42,16 @@ SETTINGS: Settings = {
     "one bucket": {"stage": 2, "allgather_overlap": True, "reduce_overlap": True},
     "reshard": {"stage": 2, **BOTH, "reshard_after_step": True},
     "reshard, stage 1": {"stage": 1, **BOTH, "reshard_after_step": True, "prefetch_depth": 2, "comm_fusion": False},
+    "stage 3": {"stage": 3, **BOTH},
+    "stage 3, kept": {"stage": 3, "reshard_after_forward": False, "comm_fusion": False, "reduce_overlap": True},
 }
-FEW: Settings = {name: SETTINGS[name] for name in ("stage 1", "stage 2", "reshard")}
+FEW: Settings = {name: SETTINGS[name] for name in ("stage 1", "stage 2", "reshard", "stage 3")}
 """Enough for what does not depend on how buckets are formed."""
-KEPT: Settings = {name: settings for name, settings in SETTINGS.items() if "reshard" not in name}
-"""Those in which parameters stay readable after ``step()``."""
+FREED: Settings = {name: settings for name, settings in SETTINGS.items() if "reshard" in name or settings["stage"] == 3}
+"""Those in which nobody may read parameters after ``step()``."""
+KEPT: Settings = {name: settings for name, settings in SETTINGS.items() if name not in FREED}
+STAGES_1_2: Settings = {name: settings for name, settings in SETTINGS.items() if settings["stage"] < 3}
+"""Those in which ranks may take different branches, and parameters are readable before the first step."""
 
 
 class Side(Protocol):

@@ -27,6 +27,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reshard": {"reduce_overlap": True, "reshard_after_step": True},
     "reshard, ahead": {"allgather_overlap": True, "reshard_after_step": True, "prefetch_depth": 2},
 }
+STAGE_3: dict[str, dict[str, Any]] = {
+    "no overlap": {},
+    "both": SETTINGS["both"],
+    "both, no fusion": SETTINGS["both, no fusion"],
+    "two ahead": {**SETTINGS["both"], "prefetch_depth": 2},
+    "kept": {**SETTINGS["both"], "reshard_after_forward": False},
+}
 BOTH = SETTINGS["both"]
 
 

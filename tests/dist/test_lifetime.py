@@ -146,13 +146,13 @@ def _plateau(rank: int, nranks: int, name: str, settings: dict[str, Any]) -> Non
         optimizer.clear_grad()
         if step in (14, 49):
             for buffer in optimizer.buffers:
-                optimizer._schedule.finish_gather(buffer.layout.number)
+                optimizer._schedule.gathers.finish(buffer.layout.number)
             seen.append((*_counts(model), optimizer.buffers[0].place.pool.allocated_bytes))
     assert seen[0] == seen[1], "hooks, tensors, bytes, bytes of the pool"
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"), [("mlp", "stage 1"), ("gpt_recompute_reentrant", "stage 2"), ("conv", "reshard")]
+    ("name", "settings"), [("mlp", "stage 1"), ("gpt_recompute_reentrant", "stage 2"), ("conv", "reshard"), ("gpt_recompute", "stage 3")]
 )
 def test_nothing_piles_up(name: str, settings: str) -> None:
     harness.run(_plateau, 2, name, SETTINGS[settings])
@@ -175,7 +175,7 @@ def _dies(rank: int, nranks: int) -> None:
                 optimizer.clear_grad()
             del loss
             for buffer in optimizer.buffers:
-                optimizer._schedule.finish_gather(buffer.layout.number)
+                optimizer._schedule.gathers.finish(buffer.layout.number)
             watched = [weakref.ref(thing) for thing in (model, optimizer, optimizer._schedule, optimizer.buffers[0])]
             watched += [weakref.ref(param) for param in model.parameters()]
             del buffer, optimizer, calls, model

@@ -18,7 +18,7 @@ from tests import harness
 from tests.lanes import Wrapped, wrap
 from tests.models import loss_of, loss_on, make_batch, make_model, make_optimizer
 from tests.reference import Ranks, Values, assert_equal, values
-from tests.sides import BOTH, KEPT, SETTINGS, Factory, compare
+from tests.sides import BOTH, KEPT, STAGES_1_2, Factory, compare
 
 SLOW_S = 0.01
 
@@ -154,7 +154,7 @@ def _held(rank: int, nranks: int) -> dict[str, str]:
                 outcomes[name] = f"raised {type(error).__name__}"
                 continue
             for buffer in optimizer.buffers:
-                optimizer._schedule.finish_gather(buffer.layout.number)
+                optimizer._schedule.gathers.finish(buffer.layout.number)
             expected = operation(x.clone(), weight)
         np.testing.assert_array_equal(found.numpy(), expected.numpy(), err_msg=name)
         outcomes[name] = "newest"
@@ -223,7 +223,7 @@ def _written_early(new: Factory) -> dict[str, Values]:
 
 
 def test_writes_before_a_step() -> None:
-    harness.run(compare, 2, _written_early, SETTINGS)
+    harness.run(compare, 2, _written_early, STAGES_1_2)
 
 
 def _replaced(rank: int, nranks: int, overlap: bool) -> None:

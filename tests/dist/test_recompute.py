@@ -16,7 +16,7 @@ from tests import harness, reference
 from tests.lanes import Call
 from tests.models import SEED, loss_on, make_model, make_optimizer
 from tests.reference import Values, assert_equal
-from tests.sides import BOTH, FEW, SETTINGS, SMALL_MB, Factory, compare
+from tests.sides import BOTH, FEW, SETTINGS, SMALL_MB, STAGES_1_2, Factory, compare
 from tests.training import Case, RankRun, train_all
 
 FORMS = [True, False]
@@ -25,6 +25,7 @@ SIZE = 16
 
 def _cases(steps: int) -> list[Case]:
     settings = [{"stage": 1, **BOTH}, {"stage": 2, **BOTH}, {"stage": 2, **BOTH, "reshard_after_step": True}]
+    settings += [{"stage": 3, **BOTH}]
     names = ["gpt", "gpt_recompute_reentrant", "gpt_recompute"]
     return [Case(name, "AdamW", chosen, steps=steps) for chosen in settings for name in names]
 
@@ -126,11 +127,11 @@ def _train_chain(new: Factory, on_ranks: list[int]) -> dict[str, Values]:
 
 @pytest.mark.parametrize("on_ranks", [[0], [1], [0, 1]])
 def test_a_second_gradient_after_the_first_was_sent(on_ranks: list[int]) -> None:
-    harness.run(compare, 2, _train_chain, SETTINGS, 1e-6, on_ranks)
+    harness.run(compare, 2, _train_chain, SETTINGS if len(on_ranks) == 2 else STAGES_1_2, 1e-6, on_ranks)
 
 
 class _Nested(nn.Layer):
-    """Recompute inside recompute (Paddle can that in one form only), dropout, a branch that depends on the rank."""
+    """Recompute inside recompute (Paddle can that in one form only), dropout, a branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +149,7 @@ class _Nested(nn.Layer):
         return F.dropout(F.gelu(self.layers[branch](x)), 0.25)
 
 
-def _train_nested(new: Factory) -> dict[str, Values]:
+def _train_nested(new: Factory, alike: bool) -> dict[str, Values]:
     side = new(_Nested, lambda model: make_optimizer("Momentum", model))
     for step in range(5):
 
@@ -156,7 +157,7 @@ def _train_nested(new: Factory) -> dict[str, Values]:
             paddle.seed(1000 * step + rank)
             x = _noise(step, rank)
             x.stop_gradient = False
-            return side.model(x, 1 + (rank + step) % 2).square().mean()
+            return side.model(x, 1 + (step if alike else rank + step) % 2).square().mean()
 
         side.backward(loss)
         side.step()
@@ -164,8 +165,9 @@ def _train_nested(new: Factory) -> dict[str, Values]:
     return {"end": side.values()}
 
 
-def test_recompute_inside_recompute() -> None:
-    harness.run(compare, 2, _train_nested, SETTINGS, 1e-6)
+@pytest.mark.parametrize("alike", [True, False])
+def test_recompute_inside_recompute(alike: bool) -> None:
+    harness.run(compare, 2, _train_nested, SETTINGS if alike else STAGES_1_2, 1e-6, alike)
 
 
 def _accumulating(new: Factory, name: str) -> dict[str, Values]:

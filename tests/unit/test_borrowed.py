@@ -25,7 +25,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "one bucket": {"allgather_overlap": True, "reduce_overlap": True},
     "reshard": {"reshard_after_step": True, "reduce_overlap": True, "comm_fusion": False},
     "reshard, ahead": {"reshard_after_step": True, "prefetch_depth": 3, "comm_fusion": False},
+    "stage 3": {"stage": 3, "allgather_overlap": True, "reduce_overlap": True, "comm_fusion": False},
+    "stage 3, kept": {"stage": 3, "reshard_after_forward": False},
 }
+KEPT = [name for name in SETTINGS if "reshard" not in name and "stage 3" not in name]
+FREED = [name for name in SETTINGS if name not in KEPT]
 X = paddle.to_tensor(np.arange(12, dtype="float32").reshape(3, 4) / 5 - 1)
 IDS = paddle.to_tensor([1, 5, 1])
 
@@ -128,7 +132,7 @@ def test_used_in_forward(way: str, settings: str) -> None:
     _assert_alike(model, plain)
 
 
-@pytest.mark.parametrize("settings", [name for name in SETTINGS if "reshard" not in name])
+@pytest.mark.parametrize("settings", KEPT)
 @pytest.mark.parametrize("way", WAYS)
 def test_used_by_a_method_that_is_not_forward(way: str, settings: str) -> None:
     """Nobody calls the model, so no hook says that it runs."""
@@ -148,7 +152,7 @@ def test_used_by_a_method_that_is_not_forward(way: str, settings: str) -> None:
     _assert_alike(model, plain)
 
 
-@pytest.mark.parametrize("settings", ["reshard", "reshard, ahead"])
+@pytest.mark.parametrize("settings", FREED)
 def test_a_method_that_calls_layers_finds_their_freed_values(settings: str) -> None:
     model, plain = _Net("borrows"), _Net("borrows")
     rig, optimizer = wrap(model, _momentum(model), **SETTINGS[settings]), _momentum(plain)
@@ -161,11 +165,12 @@ def test_a_method_that_calls_layers_finds_their_freed_values(settings: str) -> N
     _assert_alike(model, plain)
 
 
+@pytest.mark.parametrize("settings", ["reshard", "stage 3, kept"])
 @pytest.mark.parametrize("way", ["at_root", "by_parameters", "in_a_closure"])
-def test_a_method_that_reads_freed_values_itself_fails(way: str) -> None:
+def test_a_method_that_reads_freed_values_itself_fails(way: str, settings: str) -> None:
     """It does not start a collective that the other ranks do not; all enter ``full_parameters`` together instead."""
     model = _Net(way)
-    rig = wrap(model, _momentum(model), **SETTINGS["reshard"])
+    rig = wrap(model, _momentum(model), **SETTINGS[settings])
     _step(model, rig.optimizer, lambda net: net(X))
     with pytest.raises(RuntimeError):
         getattr(model, way)(X)

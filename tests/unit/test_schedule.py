@@ -18,6 +18,7 @@ from tests.models import make_model
 from tests.tasks import (
     BOTH,
     SETTINGS,
+    STAGE_3,
     TASKS,
     assert_same,
     final_values,
@@ -49,6 +50,17 @@ def test_training_equals_plain_paddle(task: str, settings: str, stage: int) -> N
         assert job.run(step, rig.model, rig.optimizer) == job.run(step, plain, optimizer), f"step {step}"
     assert_same(rig.model, plain)
     assert rig.gather.n_pending == rig.reduce.n_pending == 0
+
+
+@pytest.mark.parametrize("settings", STAGE_3)
+@pytest.mark.parametrize("task", TASKS)
+def test_training_in_stage_3_equals_plain_paddle(task: str, settings: str) -> None:
+    plain, job = TASKS[task].make(), TASKS[task]
+    optimizer = plain_optimizer(plain)
+    rig = shard_task(job.make(), stage=3, **STAGE_3[settings])
+    for step in range(4):
+        assert job.run(step, rig.model, rig.optimizer) == job.run(step, plain, optimizer), f"step {step}"
+    assert_same(rig.model, plain)
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Momentum"])
