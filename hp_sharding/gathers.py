@@ -170,6 +170,8 @@ class QueuedGathers(Gathers):
             if buffer.status is Status.READY:
                 buffer.free()
         self.queue(self.order)
+        # This memory is what the user has asked for; the next forward pays for having it again.
+        self.buffers[0].place.pool.trim()
 
     def _start_next(self) -> None:
         buffer = self.buffers[self._queue.popleft()]

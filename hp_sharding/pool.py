@@ -72,6 +72,12 @@ class StoragePool:
         tensor.get_tensor().set(view, _CPU, True)
         return tensor
 
+    def trim(self) -> None:
+        """Gives the blocks that nobody uses back to the system."""
+        self._collect()
+        self.allocated_bytes -= sum(len(block) for block in self._free)
+        self._free.clear()
+
     @staticmethod
     def zero(tensor: paddle.Tensor, ranges: Iterable[tuple[int, int]]) -> None:
         """Zeroes some ranges, as (start, end) in elements, of a tensor that ``alloc`` gave."""
@@ -81,8 +87,7 @@ class StoragePool:
             ctypes.memset(address + start * itemsize, 0, (end - start) * itemsize)
 
     def _take(self, nbytes: int) -> _Block:
-        while self._returned:
-            bisect.insort(self._free, self._returned.popleft(), key=len)
+        self._collect()
         index = bisect.bisect_left(self._free, nbytes, key=len)
         if index < len(self._free):
             return self._free.pop(index)
@@ -91,6 +96,10 @@ class StoragePool:
         self.allocated_bytes += nbytes
         # Paddle's memory, so that its statistics count it.
         return np.from_dlpack(paddle.empty([nbytes], "uint8"))
+
+    def _collect(self) -> None:
+        while self._returned:
+            bisect.insort(self._free, self._returned.popleft(), key=len)
 
     @staticmethod
     def _take_back(pool_ref: weakref.ref[StoragePool], block: _Block) -> None:

@@ -216,6 +216,9 @@ class UnitGathers(Gathers):
         self._store_written()
         self._pins -= 1
         self._release()
+        if not self._pins:
+            # All parameters at once are more than any step needs.
+            self.buffers[0].place.pool.trim()
 
     def begin_step(self) -> None:
         """Part of ``Gathers``."""
@@ -260,9 +263,7 @@ class UnitGathers(Gathers):
         for unit in units:
             self.foresight.note(phase, unit)
         if units and self._ahead:
-            # The model's own parameters are there all the time; with them the first unit itself is still ahead.
-            n_units = self._ahead + (units == [_ROOT])
-            self._expected = self.foresight.ahead(n_units, in_use=self._needed_by_calls().union(units))
+            self._expect(units, self._ahead)
         if phase is not Phase.BACKWARD:
             self._kept.update(self._rules.kept.intersection(units))
         self._release()
@@ -271,6 +272,15 @@ class UnitGathers(Gathers):
         for unit in units:
             for bucket in self._rules.unit_buckets[unit]:
                 self.finish(bucket)
+
+    def _expect(self, units: list[int], ahead: int) -> None:
+        """Looks ahead from a use of ``units``. The model's own parameters, which enclose all others, do not count."""
+        in_use = self._needed_by_calls().union(units, [_ROOT])
+        n_units = ahead + (units == [_ROOT])
+        near = self.foresight.ahead(n_units, in_use)
+        # What was in sight is not let go for a unit that lies around others, as it may, and comes between.
+        far = self.foresight.ahead(n_units + 1, in_use)
+        self._expected = near + [unit for unit in self._expected if unit in far and unit not in near]
 
     def _expect_graph(self, call: Call) -> None:
         """Recompute runs a forward again. Where another backward will run its graph, it stays until that has ended."""

@@ -53,10 +53,11 @@ def _measure(rank: int, nranks: int, n_replicas: int, backwards: int, settings: 
         points["step"] = _allocated() - before
         optimizer.clear_grad()
         points["clear_grad"] = _allocated() - before
-    with full_parameters(model):
-        pass  # a gather under way would hold its memory while the next test begins
     report = optimizer.memory_report()
     peak = core.host_memory_stat_peak_value("Allocated", 0) - before
+    with full_parameters(model):
+        pass  # a gather under way would hold its memory while the next test begins
+    points["full_parameters"] = _allocated() - before
     return Measured(
         {point: nbytes / MB for point, nbytes in points.items()},
         report["measured_bytes"] / MB,
@@ -72,20 +73,21 @@ def _allocated() -> int:
 def _expected(stage: int, nshards: int, *, spare: bool) -> dict[str, float]:
     """From the third step on everything that comes and goes has its place."""
     shard = PARAMETERS_MB / nshards
-    wrap = PARAMETERS_MB + shard
+    wrap = (PARAMETERS_MB if stage < 3 else shard) + shard
     gradients = PARAMETERS_MB if stage == 1 else 2 * BUCKET_MB
-    steady = wrap + gradients + 2 * shard + (shard if spare else 0.0)
+    gathered = 2 * BUCKET_MB if stage == 3 else 0.0  # the unit in use and the one ahead
+    steady = wrap + gradients + gathered + 2 * shard + (shard if spare else 0.0)
     return {"wrap": wrap, **dict.fromkeys(POINTS[1:], steady)}
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
     ("nranks", "n_replicas", "backwards"), [(2, 1, 1), (2, 1, 2), (4, 1, 1), (4, 2, 1), (4, 2, 2)], ids=str
 )
 def test_every_point_of_a_step_is_what_the_formula_says(
     nranks: int, n_replicas: int, backwards: int, stage: int
 ) -> None:
-    spare = n_replicas > 1 and backwards > 1 and stage == 2
+    spare = n_replicas > 1 and backwards > 1 and stage > 1
     expected = _expected(stage, nranks // n_replicas, spare=spare)
     for found in harness.run(_measure, nranks, n_replicas, backwards, {"stage": stage}):
         for point, mb in expected.items():
@@ -93,3 +95,11 @@ def test_every_point_of_a_step_is_what_the_formula_says(
         assert found.formula_mb == pytest.approx(expected["step"], rel=TOLERANCE), found
         assert found.report_mb == pytest.approx(found.formula_mb, rel=TOLERANCE), found
         assert found.peak_mb <= expected["step"] * (1 + TOLERANCE) + 2 * BUCKET_MB, f"autograd's own two: {found}"
+        assert found.points["full_parameters"] <= found.points["clear_grad"] * (1 + TOLERANCE), "it keeps nothing"
+
+
+def test_parameters_that_are_freed_after_a_step_are_given_back() -> None:
+    """Stage 2: what is left are a shard of the parameters, one of the gradients and two of moments."""
+    for found in harness.run(_measure, 2, 1, 1, {"stage": 2, "reshard_after_step": True}):
+        for point in ("step", "clear_grad"):
+            assert found.points[point] == pytest.approx(4 * PARAMETERS_MB / 2, rel=TOLERANCE), f"{point}: {found}"
