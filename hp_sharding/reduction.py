@@ -207,11 +207,20 @@ class Reducer:
 
     def finish_round(self) -> None:
         """Launches the buckets of this round that are left, then the agreement."""
+        if self._broken:
+            # First of all: in stage 3 others may wait for gathers of the rest of this backward, and this tells them.
+            self._agree()
         for bucket in self.order:
             if not self._launched[bucket] and self._is_live(bucket):
                 self._launch(bucket)
         if self._replicator is not None:
             self._replicator.flush()
+        if not self._broken:
+            self._agree()
+        self._round += 1
+        self._unreduced = False
+
+    def _agree(self) -> None:
         self._learn_order()
         facts = Facts(
             new_order=self._wants_to_publish(),
@@ -221,8 +230,6 @@ class Reducer:
         )
         self._agreements.append(Agreement(facts, self.lanes.agree, label=f"agreement, backward {self._round}"))
         self._timeline.watch(self._agreements[-1].work)
-        self._round += 1
-        self._unreduced = False
 
     def settle(self, *, discard: bool = False) -> bool:
         """Reads what the ranks agreed on since the last call; launches reductions that some rank needs once more.

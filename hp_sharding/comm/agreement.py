@@ -128,7 +128,8 @@ class Agreement:
             tokens = ledger.tokens.get(sequence, {})
             missing = [peer for peer in self.ranks if peer not in tokens or peer not in ledger.last_entered_by]
             missing = [peer for peer in missing if peer not in tokens] or missing
-        raise Refused(self._late(missing, timeout_s))
+            mine = tokens.get(self.me)
+        raise Refused(self._late(missing, timeout_s, mine))
 
     def finish(self, lane: str, sequence: int) -> None:
         """Says that a collective which was entered has ended well."""
@@ -294,13 +295,27 @@ class Agreement:
                 )
                 raise Refused(Cause(text, peer))
 
-    def _late(self, missing: list[int], timeout_s: float) -> Cause:
+    def _late(self, missing: list[int], timeout_s: float, mine: Token | None) -> Cause:
         silent = set(missing) & set(self.roll_call(min(_ROLL_CALL_S, timeout_s)))
         reason = "busy, much slower, or on another path through the model; raise timeout_s if it is only late"
+        elsewhere = self._waits_elsewhere(missing)
         if silent:
             reason = f"{_names(sorted(silent))} does not even answer: stopped, or cut off"
-        text = f"{_names(missing)} did not reach this collective within {timeout_s:g} s: {reason}"
+        elif elsewhere is not None:
+            reason = f"{elsewhere}; all ranks must go the same way through the model"
+        what = f" ({mine})" if mine is not None else ""
+        text = f"{_names(missing)} did not reach this collective{what} within {timeout_s:g} s: {reason}"
         return Cause(text, missing[0])
+
+    def _waits_elsewhere(self, peers: Sequence[int]) -> str | None:
+        """What one of ``peers`` has reached and this rank has not, in words; None where there is nothing."""
+        with self._lock:
+            for lane, ledger in self._ledgers.items():
+                for tokens in ledger.tokens.values():
+                    for peer in peers:
+                        if peer in tokens and self.me not in tokens:
+                            return f"rank {peer} waits for rank {self.me} on lane {lane!r} in {tokens[peer]}"
+        return None
 
     def _settle(self, lane: str) -> None:
         """Once all have answered a wish to leave: drops what lies beyond the limit and says when this rank is quiet."""

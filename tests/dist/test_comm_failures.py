@@ -116,7 +116,8 @@ def test_a_peer_later_than_the_timeout_is_named() -> None:
     outcomes = harness.run(_one_is_late, 3, 6.0, 2.0, fresh=True, timeout_s=40)
     for outcome in outcomes[:2]:
         assert "CommError" in (outcome.error or "")
-        assert "rank 2 did not reach this collective within 2 s" in (outcome.error or "")
+        assert "rank 2 did not reach this collective (all_reduce" in (outcome.error or "")
+        assert "within 2 s: busy" in (outcome.error or "")
         assert "all_reduce of 'blocks.2' on lane 'reduce'" in (outcome.error or "")
         assert outcome.report_s is not None
         assert outcome.report_s < 6.0, "the others did not wait for the late one"

@@ -152,7 +152,8 @@ def _plateau(rank: int, nranks: int, name: str, settings: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"), [("mlp", "stage 1"), ("gpt_recompute_reentrant", "stage 2"), ("conv", "reshard"), ("gpt_recompute", "stage 3")]
+    ("name", "settings"),
+    [("mlp", "stage 1"), ("gpt_recompute_reentrant", "stage 2"), ("conv", "reshard"), ("gpt_recompute", "stage 3")],
 )
 def test_nothing_piles_up(name: str, settings: str) -> None:
     harness.run(_plateau, 2, name, SETTINGS[settings])
