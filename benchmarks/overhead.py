@@ -59,6 +59,7 @@ ROWS = {
     "stage2_timeline": Row("stage 2, overlap, timeline on", "SGD", {"stage": 2, **_OVERLAPS, "timeline": True}),
     "stage2": Row("stage 2, no overlap", "SGD", {"stage": 2}),
     "reshard": Row("stage 2, overlap, reshard_after_step", "SGD", {**_OVERLAPS, "reshard_after_step": True}),
+    "stage3_overlap": Row("stage 3, overlap", "SGD", {"stage": 3, **_OVERLAPS}),
     "stage1_overlap": Row("stage 1, overlap", "SGD", {"stage": 1, **_OVERLAPS}),
     "plain_adamw": Row("plain Paddle, AdamW", "AdamW", None),
     "adamw_stage2_overlap": Row("stage 2, overlap, AdamW", "AdamW", {"stage": 2, **_OVERLAPS}),

@@ -95,7 +95,7 @@ class FusedCommBuffer:
         self._full: paddle.Tensor | None = None
         self._slot_views: list[core.DenseTensor] = []
         self._addresses: list[int] = []
-        self._nans: dict[int, paddle.Tensor] = {}
+        self._absent = _absent_vectors(layout, self._shapes)
         self.shard = self._adopt_shards() if self.status is Status.SHARDED else self._adopt_params()
         self.slices = self._make_slices()
         self.gradient = GradientStorage(layout, self.params, place.pool)
@@ -201,27 +201,24 @@ class FusedCommBuffer:
                     "values with set_value or copy_"
                 )
 
-    def show_nan(self, index: int) -> None:
-        """From now on parameter ``index`` is NaN while freed, at the cost of its whole size.
-
-        For a vector that a kernel leaves out, in silence, when it has no storage.
-        """
-        self._nans[index] = paddle.full(self._shapes[index], float("nan"), self.layout.dtype)
-        if self.status is Status.SHARDED and self._full is None:
-            self._release_params()
-
     def _release_params(self) -> None:
         for index, param in enumerate(self.params):
-            if index in self._nans:
-                _dense(param)._share_data_nocheck_with(_dense(self._nans[index]))
+            if index in self._absent:
+                _point_at([_dense(self._absent[index])], [param])
             else:
                 _release(param)
 
     def _was_written(self, index: int, param: EagerParamBase) -> bool:
-        """Whether a parameter that is away has got storage of its own."""
+        """Whether a parameter that is away has got storage of its own, or something in what stands for it."""
         if not param._is_initialized():
             return False
-        return index not in self._nans or bool(param.data_ptr() != self._nans[index].data_ptr())
+        absent = self._absent.get(index)
+        if absent is None or not param._is_shared_buffer_with(absent):
+            return True
+        if absent.size > 1 or bool(paddle.isnan(absent)):
+            return False
+        absent.set_value(paddle.full_like(absent, float("nan")))
+        return True
 
     def _adopt_params(self) -> paddle.Tensor:
         numel, dtype = self.layout.numel, self.layout.dtype
@@ -241,8 +238,7 @@ class FusedCommBuffer:
             own = self.params[piece.slot].detach().flatten()
             own = own._slice(piece.param_offset_numel, piece.param_offset_numel + piece.numel)
             shard._slice(piece.shard_offset_numel, piece.shard_offset_numel + piece.numel).copy_(own, False)
-        for param in self.params:
-            _release(param)
+        self._release_params()
         return shard
 
     def _set_full(self, full: paddle.Tensor) -> None:
@@ -298,6 +294,20 @@ def _point_at(views: Sequence[core.DenseTensor], tensors: Sequence[paddle.Tensor
 def _release(tensor: paddle.Tensor) -> None:
     """Lets go of the storage and keeps the shape, seen by no guard."""
     _dense(tensor)._clear()
+
+
+def _absent_vectors(layout: BucketLayout, shapes: Sequence[list[int]]) -> dict[int, paddle.Tensor]:
+    """What stands for each vector while it is freed: storage too small for its shape, which every kernel refuses.
+
+    Without any, ``F.linear`` leaves a bias out, in silence; whatever else gets no storage raises. One element cannot be
+    too few for a vector of one: it is NaN.
+    """
+    absent = {}
+    for index, shape in enumerate(shapes):
+        if len(shape) == 1:
+            absent[index] = paddle.full([1], float("nan"), layout.dtype)
+            absent[index].get_tensor()._set_dims(shape)
+    return absent
 
 
 _COPIED_ATTRIBUTES = ("optimize_attr", "regularizer", "need_clip", "is_distributed", "do_model_average", "no_sync")

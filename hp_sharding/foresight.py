@@ -15,12 +15,12 @@ MAX_TURN = 8
 """Forwards told apart between two beginnings; a longer loop, as in evaluation, repeats the last of them."""
 
 
-class Phase(enum.Enum):
+class Phase(enum.IntEnum):
     """What a unit is used for."""
 
-    FORWARD = "forward"
-    EVALUATE = "evaluate"
-    BACKWARD = "backward"
+    FORWARD = 0
+    EVALUATE = 1
+    BACKWARD = 2
 
 
 class Use(NamedTuple):

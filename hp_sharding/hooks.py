@@ -39,6 +39,9 @@ class HookTarget(Protocol):
     def enter_part(self, unit: int) -> bool:
         """Before the forward of a layer of the unit; whether it stands for the unit, which is then entered."""
 
+    def leave_part(self, unit: int, *, stands: bool) -> None:
+        """After it, also where it raised."""
+
     def has_frozen(self, unit: int) -> bool:
         """Whether some parameter of the unit takes no gradient."""
 
@@ -71,7 +74,7 @@ def hook_unit(target: HookTarget, layer: nn.Layer, unit: int) -> None:
 
     # Before hooks that are there already: those of weight_norm and spectral_norm read parameters.
     layer.register_forward_pre_hook(before, prepend=True)
-    layer.register_forward_post_hook(after)
+    layer.register_forward_post_hook(after, always_call=True)
 
 
 def watch_unit(target: HookTarget, layers: Sequence[nn.Layer], unit: int) -> None:
@@ -80,10 +83,10 @@ def watch_unit(target: HookTarget, layers: Sequence[nn.Layer], unit: int) -> Non
     The other layers of the unit may be called without it, or return something that leaves the unit some other way.
     """
     watch = _UnitWatch(target, layers, unit)
-    _watch_layer(watch, layers[0], stands=True)
+    _watch_layer(watch, layers[0], is_part=False)
     for layer in layers[1:]:
         if layer._parameters:
-            _watch_layer(watch, layer, stands=False)
+            _watch_layer(watch, layer, is_part=True)
 
 
 def watch_tensors(target: HookTarget, values: Any, call: Call) -> None:
@@ -118,54 +121,92 @@ def hook_gradient(target: HookTarget, param: EagerParamBase, place: Place) -> No
     param._register_backward_hook(hook)
 
 
+class _Run:
+    """One forward of a layer under way.
+
+    ``stands``: it is the unit's own layer, or stands for it. ``given``: the tensors in containers among its inputs.
+    """
+
+    __slots__ = ("given", "layer", "stands")
+
+    def __init__(self, layer: nn.Layer, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        self.layer = layer
+        self.stands = False
+        self.given: dict[int, weakref.ref[paddle.Tensor]] | None = None
+        if _has_containers(inputs):
+            self.given = {id(tensor): weakref.ref(tensor) for tensor in tensors_in(inputs)}
+
+    def new_in(self, inputs: Any) -> list[paddle.Tensor]:
+        """Results that the forward has left in a list or dict that it was given."""
+        if self.given is None:
+            return []
+        return [tensor for tensor in tensors_in(inputs) if not self._was_given(tensor)]
+
+    def _was_given(self, tensor: paddle.Tensor) -> bool:
+        assert self.given is not None
+        reference = self.given.get(id(tensor))  # an id alone may be that of one that has died
+        return reference is not None and reference() is tensor
+
+
 class _UnitWatch:
     """What the hooks on the layers of one unit have in common."""
 
     def __init__(self, target: HookTarget, layers: Sequence[nn.Layer], unit: int) -> None:
         self.unit = unit
-        self.standing: list[bool] = []
-        """For each forward of a part under way, whether it stands for the unit."""
-        self._given: list[set[int] | None] = []
+        self._runs: list[_Run] = []
         self._target = weakref.ref(target)
         self._layers = [weakref.ref(layer) for layer in layers]
         self._seen: dict[tuple[int, str], weakref.ref[paddle.Tensor]] = {}
+        self._n_awaited = 0
 
     @property
     def target(self) -> HookTarget | None:
         return self._target()
 
-    def watch_inputs(self, target: HookTarget, inputs: Any) -> None:
+    def begin(self, target: HookTarget, layer: nn.Layer, inputs: Any, *, is_part: bool) -> None:
+        run = _Run(layer, inputs)
+        self._runs.append(run)
+        if is_part:
+            run.stands = target.enter_part(self.unit)
+        else:
+            run.stands = True
+            target.enter_unit(self.unit)
+        if run.stands:
+            self._watch_inputs(target, inputs)
+
+    def end(self, target: HookTarget, layer: nn.Layer, inputs: Any, *, is_part: bool, outputs: Any) -> None:
+        if not any(run.layer is layer for run in self._runs):
+            return  # a hook before ours has raised
+        while (run := self._runs.pop()).layer is not layer:
+            pass  # as above, further inside
+        call = target.call
+        if call is not None:
+            watch_tensors(target, outputs, call)
+            watch_tensors(target, run.new_in(inputs), call)
+            if run.stands and paddle.is_grad_enabled():
+                self._watch_kept(target, call)
+        if is_part:
+            target.leave_part(self.unit, stands=run.stands)
+        else:
+            target.leave_unit(self.unit)
+        if run.stands:
+            target.pass_on(outputs)
+
+    def _watch_inputs(self, target: HookTarget, inputs: Any) -> None:
         """Frozen parameters have no gradient that says when the last operation has read them; the inputs' do."""
         call = target.call
         if call is None or not paddle.is_grad_enabled() or not target.has_frozen(self.unit):
             return
-        for number, tensor in enumerate(tensors_in(inputs)):
+        for tensor in tensors_in(inputs):
             if not tensor.stop_gradient:
-                awaited = (-2 - id(call), number)
+                self._n_awaited += 1
+                awaited = (-2 - self.unit, self._n_awaited)
                 call.awaited_inputs.add(awaited)
                 if not tensor.is_leaf:  # else the call lasts until its backward has ended
                     tensor.register_hook(_arrival_hook(target, awaited))
 
-    def note_inputs(self, inputs: Any) -> None:
-        """A forward may leave results in a list or dict that it was given."""
-        self._given.append({id(tensor) for tensor in tensors_in(inputs)} if _has_containers(inputs) else None)
-
-    def watch_given(self, target: HookTarget, inputs: Any) -> None:
-        known = self._given.pop()
-        call = target.call
-        if known is not None and call is not None and paddle.is_grad_enabled():
-            watch_tensors(target, [tensor for tensor in tensors_in(inputs) if id(tensor) not in known], call)
-
-    def watch_outputs(self, target: HookTarget, outputs: Any) -> None:
-        call = target.call
-        if call is not None and paddle.is_grad_enabled():
-            watch_tensors(target, outputs, call)
-
-    def watch_kept(self, target: HookTarget) -> None:
+    def _watch_kept(self, target: HookTarget, call: Call) -> None:
         """Tensors that the forward has left in attributes."""
-        call = target.call
-        if call is None or not paddle.is_grad_enabled():
-            return
         for layer in (reference() for reference in self._layers):
             for name, tensor in kept_tensors(layer) if layer is not None else ():
                 known = self._seen.get((id(layer), name))
@@ -174,37 +215,23 @@ class _UnitWatch:
                     watch_tensors(target, tensor, call)
 
 
-def _watch_layer(watch: _UnitWatch, layer: nn.Layer, *, stands: bool) -> None:
-    """Hooks on one layer; ``stands`` for the unit's own."""
+def _watch_layer(watch: _UnitWatch, layer: nn.Layer, *, is_part: bool) -> None:
+    """Hooks on one layer of a unit, its own or a part of it."""
     layer_ref = weakref.ref(layer)
 
-    def before(caller: nn.Layer, inputs: Any, kwargs: Any) -> None:
+    def before(caller: nn.Layer, args: Any, kwargs: Any) -> None:
         target = watch.target
         if target is None or caller is None or caller is not layer_ref():
             return
         hooks = caller.__dict__["_forward_post_hooks"]
         if last._hook_id != next(reversed(hooks), None):
             hooks.move_to_end(last._hook_id)  # those that the user has registered since may read parameters, too
-        if stands:
-            watch.standing.append(True)
-            target.enter_unit(watch.unit)
-        else:
-            watch.standing.append(False)
-            watch.standing[-1] = target.enter_part(watch.unit)
-        watch.note_inputs((inputs, kwargs))
-        if watch.standing[-1]:
-            watch.watch_inputs(target, (inputs, kwargs))
+        watch.begin(target, caller, (args, kwargs), is_part=is_part)
 
-    def after(caller: nn.Layer, inputs: Any, kwargs: Any, outputs: Any) -> None:
+    def after(caller: nn.Layer, args: Any, kwargs: Any, outputs: Any) -> None:
         target = watch.target
-        if target is None or caller is not layer_ref() or not watch.standing:
-            return
-        watch.watch_outputs(target, outputs)
-        watch.watch_given(target, (inputs, kwargs))
-        if watch.standing.pop():
-            watch.watch_kept(target)
-            target.leave_unit(watch.unit)
-            target.pass_on(outputs)
+        if target is not None and caller is not None and caller is layer_ref():
+            watch.end(target, caller, (args, kwargs), is_part=is_part, outputs=outputs)
 
     layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     last = layer.register_forward_post_hook(after, with_kwargs=True, always_call=True)

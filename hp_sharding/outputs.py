@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import paddle
@@ -46,6 +45,10 @@ def _parts(value: Any) -> list[Any]:
         return list(value)
     if isinstance(value, (type, paddle.nn.Layer)):
         return []  # a layer's tensors are its own affair
-    if dataclasses.is_dataclass(value):
-        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    return list(getattr(value, "__dict__", {}).values())
+    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+
+
+def _slots_of(kind: type) -> Iterable[str]:
+    slots: str | Iterable[str] = kind.__dict__.get("__slots__", ())
+    return [slots] if isinstance(slots, str) else slots

@@ -37,17 +37,24 @@ class Call:
         unit: whose.
         units: those whose parameters it used, its own first; a dict for its order.
         places: (bucket, slot) of the parameters that it looked up.
+        unrecorded: those of them that it looked up while gradients were off, as in a function that recompute will run
+            again; their gradients come in a backward of its own.
+        differentiable: whether gradients were switched on when it began.
         awaited_inputs: stand-ins for inputs whose gradients have to be in before it is over.
+        lasts: it is not over before its backward is, whatever gradients are in.
         backward: number of the backward that has opened it last.
     """
 
-    __slots__ = ("awaited_inputs", "backward", "places", "unit", "units")
+    __slots__ = ("awaited_inputs", "backward", "differentiable", "lasts", "places", "unit", "units", "unrecorded")
 
     def __init__(self, unit: int) -> None:
         self.unit = unit
         self.units: dict[int, None] = {unit: None}
         self.places: set[tuple[int, int]] = set()
+        self.unrecorded: set[tuple[int, int]] = set()
+        self.differentiable = paddle.is_grad_enabled()
         self.awaited_inputs: set[tuple[int, int]] = set()
+        self.lasts = False
         self.backward = -1
 
 
@@ -136,10 +143,21 @@ class UnitGathers(Gathers):
     def need(self, place: Place, *, trains: bool) -> None:
         """A parameter is looked up inside a forward; returns once it is there."""
         call = self._calls[-1]
-        call.places.add((place.bucket, place.slot))
+        key = (place.bucket, place.slot)
+        call.places.add(key)
+        if call.differentiable and not paddle.is_grad_enabled():
+            call.unrecorded.add(key)
         if place.unit not in call.units:
             call.units[place.unit] = None
             self._use([place.unit], self._phase(trains))
+
+    def note_use_by_function(self, place: Place) -> None:
+        """A parameter was looked up, and not by a layer that belongs to its unit.
+
+        If this is the first run of a function that recompute will run again, no hook will tell when it does.
+        """
+        call = self._calls[-1]
+        call.lasts = call.lasts or (place.bucket, place.slot) in call.unrecorded
 
     def forget_forward(self) -> None:
         """A forward or backward may have raised: nothing is under way any more."""
@@ -161,8 +179,7 @@ class UnitGathers(Gathers):
             for entry in self._open
             if entry.call is not call and (entry.hooked or entry.level <= level or entry.call.unit != call.unit)
         ]
-        awaited = {place for place in call.places if self._trains(place)} | call.awaited_inputs
-        self._open.append(_Open(call, level, awaited or {_NEVER}, True))
+        self._open.append(_Open(call, level, self._awaited(call), True))
         self._opened.update(call.units)
         self._use(call.units, Phase.BACKWARD)
 
@@ -171,7 +188,8 @@ class UnitGathers(Gathers):
         level = backward.depth()
         over = False
         for entry in self._open:
-            if entry.level == level and place in entry.awaited:
+            counts = entry.level == level or (entry.level < level and place in entry.call.unrecorded)
+            if counts and place in entry.awaited:
                 entry.awaited.discard(place)
                 over = over or not entry.awaited
         if over:
@@ -222,6 +240,8 @@ class UnitGathers(Gathers):
 
     def begin_step(self) -> None:
         """Part of ``Gathers``."""
+        if self._pins:
+            self._store_written()  # past the guards, such as by an initializer
         self._calls.clear()
         self._kept.clear()
         self._end()
@@ -278,7 +298,8 @@ class UnitGathers(Gathers):
         in_use = self._needed_by_calls().union(units, [_ROOT])
         n_units = ahead + (units == [_ROOT])
         near = self.foresight.ahead(n_units, in_use)
-        # What was in sight is not let go for a unit that lies around others, as it may, and comes between.
+        # What was in sight, also a unit in use now, is not let go where it is needed again soon after: the last units
+        # of a forward begin the backward, and one that lies around others comes between.
         far = self.foresight.ahead(n_units + 1, in_use)
         self._expected = near + [unit for unit in self._expected if unit in far and unit not in near]
 
@@ -330,6 +351,13 @@ class UnitGathers(Gathers):
         for bucket in self._rules.unit_buckets[unit]:
             if self.buffers[bucket].status is Status.SHARDED:
                 self._start(self.buffers[bucket])
+
+    def _awaited(self, call: Call) -> set[tuple[int, int]]:
+        trained = {place for place in call.places if self._trains(place)}
+        awaited = trained | call.awaited_inputs
+        # A frozen parameter of another unit: nobody has hooked what it is multiplied with.
+        unannounced = len(trained) < len(call.places) and not call.awaited_inputs
+        return awaited | {_NEVER} if call.lasts or unannounced or not awaited else awaited
 
     def _trains(self, place: tuple[int, int]) -> bool:
         return not self.buffers[place[0]].params[place[1]].stop_gradient

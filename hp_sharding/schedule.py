@@ -28,8 +28,8 @@ from .units import UnitPlan
 ROOT = 0
 """Index of the unit that is the model itself."""
 
-_SIGNS_OF_FREED = ("holder_ should not be null", "is not initialized")
-"""What Paddle's kernels say of a tensor without storage."""
+_SIGNS_OF_FREED = ("holder_ should not be null", "memory_size()", "is not initialized")
+"""What Paddle's kernels say of a tensor without storage, or with too little."""
 
 
 class Schedule:
@@ -69,6 +69,7 @@ class Schedule:
         self._used: set[int] = set()
         self._active = [0] * len(plan.units)
         self._active_total = 0
+        self._parts: list[int] = []
         self._trains = False
         self._entries = [0] * len(plan.units)
         self._sleeping: list[EagerParamBase] = []
@@ -103,8 +104,6 @@ class Schedule:
         """
         if self._written:
             self._check_written()
-        if unit == ROOT and not backward.in_backward():
-            self._close_units()  # a forward that raised has left some open
         if not self._active_total:
             self._trains = False
         # Reentrant recompute switches gradients off inside: what the outer forward does counts.
@@ -146,6 +145,8 @@ class Schedule:
                 self.reducer.hold_back(place.bucket)
         if self._units is not None:
             self._units.need(place, trains=self._trains)
+            if not self._parts or self._parts[-1] != place.unit:
+                self._units.note_use_by_function(place)
         elif self._queued is not None and self.buffers[place.bucket].status is not Status.READY:
             self._queued.start_up_to(place.bucket, looks_ahead=False)
             self._queued.finish(place.bucket)
@@ -187,16 +188,24 @@ class Schedule:
         It does where it is called from outside: its unit is then used by it alone.
         """
         stands = not self._active[unit]
+        self._parts.append(unit)
         if stands:
             self.enter_unit(unit)
         return stands
 
+    def leave_part(self, unit: int, *, stands: bool) -> None:
+        """After it, also where it raised."""
+        if self._parts:
+            self._parts.pop()
+        if stands:
+            self.leave_unit(unit)
+
     def pass_on(self, values: Any) -> None:
         """A unit has returned parameters: whoever called it uses them."""
         if self._active_total:
-            for tensor in tensors_in(values):
-                if id(tensor) in self._places:
-                    self.look_up(tensor)
+            returned = {id(tensor): tensor for tensor in tensors_in(values) if id(tensor) in self._places}
+            for tensor in sorted(returned.values(), key=lambda tensor: self._places[id(tensor)]):
+                self.look_up(tensor)
 
     def enter_backward(self, call: Call) -> None:
         """A gradient of something that the call returned is in."""
@@ -227,8 +236,10 @@ class Schedule:
 
     def reshard(self, freed: Sequence[int]) -> None:
         """Keeps what was written to the parameters, and frees what had been freed before ``unshard``."""
-        self._check_written()
-        self.gathers.reshard(freed)
+        try:
+            self._check_written()
+        finally:
+            self.gathers.reshard(freed)
 
     def _finish_layer(self, bucket: int) -> None:
         """Waits for the bucket, and for vectors of its layers, where nobody but the user knows what comes next.
@@ -378,6 +389,7 @@ class Schedule:
     def _close_units(self) -> None:
         self._active = [0] * len(self._active)
         self._active_total = 0
+        self._parts.clear()
         if self._units is not None:
             self._units.forget_forward()
 
@@ -404,20 +416,15 @@ class Schedule:
                 self._unlooked[unit].append(place.bucket)
 
     def _find_vectors(self, plan: UnitPlan) -> None:
-        """Notes the vectors of each layer, which ``F.linear`` leaves out, in silence, where they have no storage."""
         by_layer: dict[str, list[EagerParamBase]] = {}
         for entry in plan.params:
-            by_layer.setdefault(entry.name.rpartition(".")[0], []).append(entry.param)
+            if id(entry.param) in self._places:
+                by_layer.setdefault(entry.name.rpartition(".")[0], []).append(entry.param)
         for params in by_layer.values():
-            places = [self._places[id(param)] for param in params if id(param) in self._places]
-            vectors = [self._places[id(p)] for p in params if p.ndim == 1 and id(p) in self._places]
-            for bucket in {place.bucket for place in places}:
+            vectors = {self._places[id(param)].bucket for param in params if param.ndim == 1}
+            for bucket in {self._places[id(param)].bucket for param in params}:
                 beside = self._vectors_beside.setdefault(bucket, [])
-                beside.extend(sorted({place.bucket for place in vectors} - {bucket, *beside}))
-            if len(places) < len(params):
-                # Beside a weight that is always there, nothing else would raise.
-                for place in vectors:
-                    self.buffers[place.bucket].show_nan(place.slot)
+                beside.extend(sorted(vectors - {bucket, *beside}))
 
     def _captured(self, plan: UnitPlan) -> dict[int, list[Place]]:
         captured: dict[int, list[Place]] = {}
