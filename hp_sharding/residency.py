@@ -109,6 +109,7 @@ class UnitGathers(Gathers):
         self._expected: list[int] = []
         self._kept: set[int] = set()
         self._pins = 0
+        self._deferred = False
         self._backward = 0
         self._opened: dict[int, None] = {}
         """Units opened in the backward under way; none: it has nothing to do with this model."""
@@ -194,6 +195,8 @@ class UnitGathers(Gathers):
                 over = over or not entry.awaited
         if over:
             self._close([entry for entry in self._open if not entry.awaited])
+        if self._deferred and (over or not self._open or place in self._open[-1].call.places):
+            self._start_expected()
 
     def begin_backward(self) -> None:
         """An outermost backward begins."""
@@ -287,8 +290,11 @@ class UnitGathers(Gathers):
         if phase is not Phase.BACKWARD:
             self._kept.update(self._rules.kept.intersection(units))
         self._release()
-        for unit in [*units, *self._expected]:
+        for unit in units:
             self._start_unit(unit)
+        self._deferred = phase is Phase.BACKWARD and self._others_end()
+        if not self._deferred:
+            self._start_expected()
         for unit in units:
             for bucket in self._rules.unit_buckets[unit]:
                 self.finish(bucket)
@@ -302,6 +308,22 @@ class UnitGathers(Gathers):
         # of a forward begin the backward, and one that lies around others comes between.
         far = self.foresight.ahead(n_units + 1, in_use)
         self._expected = near + [unit for unit in self._expected if unit in far and unit not in near]
+
+    def _start_expected(self) -> None:
+        self._deferred = False
+        for unit in self._expected:
+            self._start_unit(unit)
+
+    def _others_end(self) -> bool:
+        """In backward, whether the call before this one only waits for its last gradients to be put down.
+
+        They come next, and with them its memory. Where they do not, the first gradient of this call says so.
+        """
+        if not self._open:
+            return False
+        *others, this = self._open
+        trains = any(self._trains(place) for place in this.call.places)
+        return trains and any(not this.call.units.keys() >= entry.call.units.keys() - {_ROOT} for entry in others)
 
     def _expect_graph(self, call: Call) -> None:
         """Recompute runs a forward again. Where another backward will run its graph, it stays until that has ended."""
@@ -324,6 +346,7 @@ class UnitGathers(Gathers):
         self._open.clear()
         self._opened.clear()
         self._expected = []
+        self._deferred = False
         self.foresight.begin()
         self._release()
 

@@ -56,6 +56,19 @@ def test_an_all_reduce_starts_while_backward_goes_on() -> None:
     assert launches == ["reduce", "replicate"] * 3
 
 
+def test_a_reduction_and_the_all_reduce_of_the_bucket_before_are_under_way_together() -> None:
+    pipe = Pipeline(3, n_replicas=2, replicate_bytes=SHARD_BYTES)
+    pipe.reducer.arm()
+    pipe.reducer.begin_backward()
+    pipe.fill(2, 1.0)
+    pipe.fill(1, 1.0)
+    delivered = {event.label.partition(",")[0] for event in pipe.log if event.what == "deliver"}
+    assert "1:b1" not in delivered, "the reduce-scatter of bucket 1 ..."
+    assert _all_reduces(pipe)[0] == "2:b2"
+    assert pipe.replicate.n_pending == 2, "... while the all-reduce of bucket 2 is under way, and its own waits for it"
+    assert pipe.reduce.n_pending >= 1
+
+
 def test_what_is_not_next_to_it_goes_alone() -> None:
     pipe = Pipeline(3, n_replicas=2, replicate_bytes=10**9, tied=[1])
     pipe.backward({2: 1.0, 1: 2.0, 0: 3.0})
