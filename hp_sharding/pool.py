@@ -35,6 +35,10 @@ _CPU = core.CPUPlace()
 _Block = np.ndarray[Any, Any]
 """Bytes."""
 
+MAX_WASTE = 8
+"""How many times the size of a request a block for it may be. A vector must not take the block that the next layer is
+about to need, and have it get another."""
+
 DTYPES = tuple(_NUMPY_DTYPES)
 """Names of the dtypes that ``StoragePool`` gives out: all that can train."""
 
@@ -42,8 +46,9 @@ DTYPES = tuple(_NUMPY_DTYPES)
 class StoragePool:
     """Flat tensors whose memory is reused once nothing aliases it.
 
-    A request gets the smallest free block that it fits into. Where none is large enough, the largest free one is given
-    up for a new one: so there are never more blocks than tensors were alive at a time, whatever their sizes.
+    A request gets the smallest free block that it fits into, unless that is far too large, see ``MAX_WASTE``. Where
+    none is large enough, the largest free one is given up for a new one: so among tensors of like sizes there are never
+    more blocks than were alive at a time.
 
     Args:
         poison: called with each block as NumPy bytes when it comes back; tests fill it with 0xFF, which is NaN in every
@@ -89,9 +94,9 @@ class StoragePool:
     def _take(self, nbytes: int) -> _Block:
         self._collect()
         index = bisect.bisect_left(self._free, nbytes, key=len)
-        if index < len(self._free):
+        if index < len(self._free) and len(self._free[index]) <= MAX_WASTE * nbytes:
             return self._free.pop(index)
-        if self._free:
+        if index == len(self._free) > 0:
             self.allocated_bytes -= len(self._free.pop())
         self.allocated_bytes += nbytes
         # Paddle's memory, so that its statistics count it.

@@ -14,6 +14,7 @@ of its inputs must be in as well.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -103,6 +104,7 @@ class UnitGathers(Gathers):
         super().__init__(buffers, ahead=ahead, timeline=timeline)
         self.foresight = Foresight()
         self._rules = rules
+        self._uncounted = _small_units(buffers, rules) | {_ROOT}
         self._calls: list[Call] = []
         self._open: list[_Open] = []
         self._resident: dict[int, None] = {}
@@ -278,7 +280,7 @@ class UnitGathers(Gathers):
         return Phase.FORWARD if trains else Phase.EVALUATE
 
     def _next_units(self) -> list[int]:
-        return self.foresight.ahead(self._ahead + 1) if self._ahead else []
+        return self.foresight.ahead(self._ahead + 1, self._uncounted) if self._ahead else []
 
     def _use(self, units: Iterable[int], phase: Phase) -> None:
         """Makes units READY, starts those that are expected next, and lets go of all that is not needed."""
@@ -300,8 +302,8 @@ class UnitGathers(Gathers):
                 self.finish(bucket)
 
     def _expect(self, units: list[int], ahead: int) -> None:
-        """Looks ahead from a use of ``units``. The model's own parameters, which enclose all others, do not count."""
-        in_use = self._needed_by_calls().union(units, [_ROOT])
+        """Looks ahead from a use of ``units``. The model's own, which enclose all others, and small ones count nothing."""
+        in_use = self._needed_by_calls().union(units, self._uncounted)
         n_units = ahead + (units == [_ROOT])
         near = self.foresight.ahead(n_units, in_use)
         # What was in sight, also a unit in use now, is not let go where it is needed again soon after: the last units
@@ -384,3 +386,16 @@ class UnitGathers(Gathers):
 
     def _trains(self, place: tuple[int, int]) -> bool:
         return not self.buffers[place[0]].params[place[1]].stop_gradient
+
+
+SMALL = 8
+"""A unit that is this many times smaller than the median one, such as a last LayerNorm, takes no place ahead."""
+
+
+def _small_units(buffers: Sequence[FusedCommBuffer], rules: ResidencyRules) -> set[int]:
+    sizes = {
+        unit: sum(buffers[bucket].layout.nbytes for bucket in buckets)
+        for unit, buckets in enumerate(rules.unit_buckets)
+        if buckets
+    }
+    return {unit for unit, nbytes in sizes.items() if nbytes * SMALL < statistics.median(sizes.values())}

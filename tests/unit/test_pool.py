@@ -37,12 +37,34 @@ def test_the_same_memory_is_handed_out_again(dtype: str) -> None:
 
 def test_the_smallest_block_that_fits_serves_any_dtype() -> None:
     pool = StoragePool()
-    large, small = pool.alloc(10 * NUMEL, "float32"), pool.alloc(NUMEL, "float32")
+    large, small = pool.alloc(4 * NUMEL, "float32"), pool.alloc(NUMEL, "float32")
     large_address, small_address = large.data_ptr(), small.data_ptr()
     del large, small
     first, second = pool.alloc(NUMEL, "bfloat16"), pool.alloc(NUMEL, "bfloat16")
     assert (first.data_ptr(), second.data_ptr()) == (small_address, large_address)
-    assert pool.allocated_bytes == 11 * NUMEL * 4
+    assert pool.allocated_bytes == 5 * NUMEL * 4
+
+
+def test_a_small_tensor_does_not_take_a_large_block() -> None:
+    pool = StoragePool()
+    large = pool.alloc(100 * NUMEL, "float32")
+    address = large.data_ptr()
+    del large
+    small = pool.alloc(NUMEL, "float32")
+    assert pool.alloc(100 * NUMEL, "float32").data_ptr() == address, "it was not given up either"
+    assert small.data_ptr() != address
+    assert pool.allocated_bytes == 101 * NUMEL * 4
+
+
+def test_trim_gives_back_what_nobody_uses() -> None:
+    pool = StoragePool()
+    used, unused = pool.alloc(NUMEL, "float32"), pool.alloc(2 * NUMEL, "float32")
+    del unused
+    pool.trim()
+    assert pool.allocated_bytes == NUMEL * 4
+    del used
+    pool.trim()
+    assert pool.allocated_bytes == 0
 
 
 def test_there_are_never_more_blocks_than_tensors_alive_at_a_time() -> None:
