@@ -22,12 +22,14 @@ class Trainee:
         optimizer: what has ``step`` and ``clear_grad``.
         drain: returns when no communication of this rank is under way.
         timeline: hp_sharding's record of the steps; None for the others.
+        probe: looks into each step, see ``benchmarks.probe``; None where nobody asked for it.
     """
 
     forward: Callable[..., paddle.Tensor]
     optimizer: Any
     drain: Callable[[], None] = field(default=lambda: None)
     timeline: Any = None
+    probe: Any = None
 
 
 Flags = dict[str, Any]
@@ -69,7 +71,7 @@ def _ours(**flags: Any) -> Callable[[Shape, Flags], Trainee]:
         import paddle
 
         from benchmarks.gpt import build_model, build_optimizer
-        from hp_sharding import fleet, full_parameters
+        from hp_sharding import fleet
 
         strategy = fleet.DistributedStrategy()
         strategy.hybrid_configs = _degrees(paddle.distributed.get_world_size())
@@ -79,8 +81,10 @@ def _ours(**flags: Any) -> Callable[[Shape, Flags], Trainee]:
         optimizer = fleet.distributed_optimizer(build_optimizer(model))
 
         def drain() -> None:
-            with full_parameters(model):
-                pass
+            # step() leaves nothing else under way.
+            for buffer in optimizer.buffers:
+                if buffer.gather_work is not None:
+                    buffer.gather_work.wait()
 
         return Trainee(model, optimizer, drain, optimizer.timeline)
 
@@ -114,16 +118,23 @@ def _sharding_v1(shape: Shape, _: Flags) -> Trainee:
     return Trainee(model, fleet.distributed_optimizer(build_optimizer(model)))
 
 
+_OVERLAP: Flags = {"allgather_overlap": True, "reduce_overlap": True}
+
 CONTENDERS = {
     "compute": Contender("compute alone", _compute_alone, trains_alone=True),
     "stage2": Contender("hp_sharding stage 2, no overlap", _ours(stage=2)),
-    "stage2_overlap": Contender(
-        "hp_sharding stage 2, overlap", _ours(stage=2, allgather_overlap=True, reduce_overlap=True)
-    ),
-    "stage1_overlap": Contender(
-        "hp_sharding stage 1, overlap", _ours(stage=1, allgather_overlap=True, reduce_overlap=True)
-    ),
+    "stage2_overlap": Contender("hp_sharding stage 2, overlap", _ours(stage=2, **_OVERLAP)),
+    "per_parameter": Contender("the same, per parameter", _ours(stage=2, comm_fusion=False, **_OVERLAP)),
+    "stage1_overlap": Contender("hp_sharding stage 1, overlap", _ours(stage=1, **_OVERLAP)),
+    "stage3": Contender("hp_sharding stage 3, no overlap", _ours(stage=3)),
+    "stage3_overlap": Contender("hp_sharding stage 3, overlap", _ours(stage=3, **_OVERLAP)),
     "data_parallel": Contender("Paddle DataParallel", _data_parallel),
     "sharding_v1": Contender("Paddle sharding V1", _sharding_v1),
 }
 """By their names on the command line, in the order in which they take turns."""
+
+STANDARD = tuple(name for name in CONTENDERS if name != "per_parameter")
+"""Those that take part unless others are asked for."""
+
+STANDARD_OF_REPLICAS = ("compute", "stage2", "stage2_overlap", "stage3_overlap", "sharding_v1")
+"""The same where there are several replicas; all of them would need 30 GB of memory."""

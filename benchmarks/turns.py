@@ -53,7 +53,10 @@ class RankTurn:
         cpu_ms: processor time of all threads for each timed step, on average.
         main_cpu_ms: the same for the thread that trains.
         turn_cpu_s: processor time of all threads over the whole turn.
+        live_mb: what is allocated through Paddle after the last timed step, in units of 2**20 bytes.
+        peak_mb: the most that was allocated during the timed steps.
         timeline: medians over the timed steps, from hp_sharding's own record; empty for the others.
+        parts: what ``Trainee.probe`` found; empty where there is none.
     """
 
     step_ms: list[float] = field(default_factory=list)
@@ -62,7 +65,10 @@ class RankTurn:
     cpu_ms: float = 0.0
     main_cpu_ms: float = 0.0
     turn_cpu_s: float = 0.0
+    live_mb: float = 0.0
+    peak_mb: float = 0.0
     timeline: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)
 
 
 class RankFailed(RuntimeError):
@@ -185,21 +191,37 @@ def _train(trainee: Trainee, batches: Batches, turn: Turn) -> RankTurn:
     for _ in range(turn.warmup_steps):
         _step(trainee, batches, report)
     report.step_ms, report.phase_ms = [], {phase: [] for phase in PHASES}
-    if trainee.timeline is not None:
-        trainee.timeline.steps.clear()
-    before = time.process_time(), time.thread_time()
-    for _ in range(turn.timed_steps):
-        _step(trainee, batches, report)
-    report.cpu_ms = (time.process_time() - before[0]) * 1e3 / turn.timed_steps
-    report.main_cpu_ms = (time.thread_time() - before[1]) * 1e3 / turn.timed_steps
+    _time_steps(trainee, batches, turn.timed_steps, report)
     if trainee.timeline is not None:
         report.timeline = trainee.timeline.summary()
     trainee.drain()
+    if trainee.probe is not None:
+        report.parts = trainee.probe.summary()
     report.turn_cpu_s = time.process_time() - begin_cpu_s
     return report
 
 
-def _step(trainee: Trainee, batches: Batches, report: RankTurn) -> None:
+def _time_steps(trainee: Trainee, batches: Batches, n_steps: int, report: RankTurn) -> None:
+    from paddle.base import core
+
+    if trainee.timeline is not None:
+        trainee.timeline.steps.clear()
+    if trainee.probe is not None:
+        trainee.probe.begin()
+    core.host_memory_stat_reset_peak_value("Allocated", 0)
+    before = time.process_time(), time.thread_time()
+    for _ in range(n_steps):
+        marks_s = _step(trainee, batches, report)
+        if trainee.probe is not None:
+            trainee.probe.end_step(marks_s)
+    report.cpu_ms = (time.process_time() - before[0]) * 1e3 / n_steps
+    report.main_cpu_ms = (time.thread_time() - before[1]) * 1e3 / n_steps
+    report.live_mb = core.host_memory_stat_current_value("Allocated", 0) / 2**20
+    report.peak_mb = core.host_memory_stat_peak_value("Allocated", 0) / 2**20
+
+
+def _step(trainee: Trainee, batches: Batches, report: RankTurn) -> list[float]:
+    """One step. Returns when each of ``PHASES`` began and the last ended, as ``time.perf_counter()``."""
     marks_s = [time.perf_counter()]
     loss = trainee.forward(*batches.draw())
     marks_s.append(time.perf_counter())
@@ -212,3 +234,4 @@ def _step(trainee: Trainee, batches: Batches, report: RankTurn) -> None:
     report.step_ms.append((marks_s[-1] - marks_s[0]) * 1e3)
     for phase, begin_s, end_s in zip(PHASES, marks_s, marks_s[1:], strict=False):
         report.phase_ms[phase].append((end_s - begin_s) * 1e3)
+    return marks_s

@@ -302,7 +302,7 @@ class UnitGathers(Gathers):
                 self.finish(bucket)
 
     def _expect(self, units: list[int], ahead: int) -> None:
-        """Looks ahead from a use of ``units``. The model's own, which enclose all others, and small ones count nothing."""
+        """Looks ahead from a use of ``units``. The model's own, which enclose all others, and small ones come free."""
         in_use = self._needed_by_calls().union(units, self._uncounted)
         n_units = ahead + (units == [_ROOT])
         near = self.foresight.ahead(n_units, in_use)

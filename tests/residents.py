@@ -72,15 +72,20 @@ def assert_alike(make: Callable[[], nn.Layer], train: Train, settings: dict[str,
     rig = wrap_stage_3(make(), settings)
     for step in range(steps):
         expected = train(plain, optimizer, step)
-        optimizer.step(), optimizer.clear_grad()
+        finish_step(optimizer)
         assert train(rig.model, rig.optimizer, step) == expected, f"step {step}"
         assert statuses(rig) == {Status.SHARDED}, "after the last backward of a step everything is freed"
-        rig.optimizer.step(), rig.optimizer.clear_grad()
+        finish_step(rig.optimizer)
     with full_parameters(rig.model):
         for (name, found), value in zip(rig.model.named_parameters(), plain.parameters(), strict=True):
             np.testing.assert_array_equal(found.numpy(), value.numpy(), err_msg=name)
     assert rig.reduce.n_pending == 0
     return rig
+
+
+def finish_step(optimizer: Any) -> None:
+    optimizer.step()
+    optimizer.clear_grad()
 
 
 def wrap_stage_3(model: nn.Layer, settings: dict[str, Any]) -> Rig:

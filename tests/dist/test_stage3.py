@@ -20,7 +20,7 @@ from tests.reference import Values, assert_all_equal, assert_equal, values
 from tests.sides import BOTH, Factory, compare
 
 SIZE = 8
-OVERLAP = {"stage": 3, "allgather_overlap": True, "reduce_overlap": True}
+OVERLAP: dict[str, Any] = {"stage": 3, "allgather_overlap": True, "reduce_overlap": True}
 
 
 class _Experts(nn.Layer):

@@ -24,6 +24,7 @@ from tests.residents import (
     Block,
     Net,
     assert_alike,
+    finish_step,
     gathered,
     make_x,
     resident,
@@ -81,8 +82,8 @@ def test_frozen_parameters_that_the_optimizer_does_not_hold(settings: str) -> No
     assert sum(len(buffer.params) for buffer in rig.optimizer.buffers) == len(model.parameters()), "all are sharded"
     for step in range(4):
         assert train_once(model, rig.optimizer, step) == train_once(plain, optimizer, step)
-        optimizer.step(), optimizer.clear_grad()
-        rig.optimizer.step(), rig.optimizer.clear_grad()
+        finish_step(optimizer)
+        finish_step(rig.optimizer)
         if step == 1:  # what thaws is nobody's to update, and nothing breaks
             for net in (model, plain):
                 net.blocks[0].fc.weight.stop_gradient = False
@@ -150,7 +151,7 @@ def test_at_most_so_many_units_are_resident(ahead: int) -> None:
         most.clear()
         train_once(rig.model, rig.optimizer, step)
         assert max(most) <= 2 + ahead
-        rig.optimizer.step(), rig.optimizer.clear_grad()
+        finish_step(rig.optimizer)
         assert len(resident(rig)) == 2 + ahead, "what the next forward begins with is on its way"
 
 
@@ -159,13 +160,14 @@ def test_gathers_run_ahead_in_both_directions() -> None:
     for step in range(3):
         rig.log.clear()
         train_once(rig.model, rig.optimizer, step)
-        rig.optimizer.step(), rig.optimizer.clear_grad()
+        finish_step(rig.optimizer)
     events = [(e.what, e.label.partition(":")[2]) for e in rig.log if e.op == "all_gather"]
     for first, second in [("blocks.0", "blocks.1"), ("blocks.1", "blocks.2"), ("blocks.1", "blocks.0")]:
         delivered = [n for n, event in enumerate(events) if event == ("deliver", first)]
         started = [n for n, event in enumerate(events) if event == ("start", second)]
         assert any(s < d for s in started for d in delivered)
-    assert rig.optimizer._schedule._units.foresight.wrong_guesses == 0
+    units: Any = rig.optimizer._schedule.gathers
+    assert units.foresight.wrong_guesses == 0
     starts = [label for what, label in events if what == "start"]
     # Forward and backward; but the last two of the forward are the first two of the backward, and stay.
     assert starts.count("blocks.0") == starts.count("blocks.1") == 2
@@ -293,7 +295,7 @@ def test_a_write_past_the_guards_before_a_step_inside_full_parameters_is_kept() 
         for model, of_model in ((rig.model, rig.optimizer), (plain, optimizer)):
             nn.initializer.Constant(0.25)(model.head.weight)
             train_once(model, of_model, 0)
-            of_model.step(), of_model.clear_grad()
+            finish_step(of_model)
         assert np.array_equal(rig.model.head.weight.numpy(), plain.head.weight.numpy())
 
 
@@ -328,8 +330,8 @@ def test_after_an_exception_clear_grad_brings_it_back(where: str) -> None:
             assert len(resident(rig)) <= 2, "at most what is expected next"
             continue
         assert run(rig.model, step) == run(plain, step)
-        optimizer.step(), optimizer.clear_grad()
-        rig.optimizer.step(), rig.optimizer.clear_grad()
+        finish_step(optimizer)
+        finish_step(rig.optimizer)
 
 
 def test_hooks_of_the_user_fire_once_and_find_the_values() -> None:
@@ -354,7 +356,7 @@ def test_hooks_of_the_user_fire_once_and_find_the_values() -> None:
     for step in range(2):
         seen.clear()
         train_once(model, rig.optimizer, step)
-        rig.optimizer.step(), rig.optimizer.clear_grad()
+        finish_step(rig.optimizer)
         assert seen == [
             "before, early", "before, late", "after, early", "after, late", "gradient, early", "gradient, late",
         ]  # fmt: skip

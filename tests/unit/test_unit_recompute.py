@@ -15,6 +15,7 @@ from tests.residents import (
     Net,
     Train,
     assert_alike,
+    finish_step,
     gathered,
     make_x,
     resident,
@@ -73,7 +74,7 @@ def test_recompute_gathers_once_for_forward_and_once_for_backward(
         x = make_x(step)
         x.stop_gradient = False
         run_backward(rig.model(x).mean())
-        rig.optimizer.step(), rig.optimizer.clear_grad()
+        finish_step(rig.optimizer)
     found = {name: gathered(rig).count(name) for name in ("blocks.0", "blocks.1", "blocks.2", "head")}
     # What the forward ends with is what the backward begins with, and stays.
     assert found == {"blocks.0": 2, "blocks.1": 2, "blocks.2": 2 if form and whole else 1, "head": 1}

@@ -17,6 +17,7 @@ from tests.residents import (
     Net,
     Train,
     assert_alike,
+    finish_step,
     make_x,
     run_backward,
     train_once,
@@ -126,9 +127,9 @@ def test_two_models_share_a_loss() -> None:
             fake = generator(make_x(step)).tile([1, SIZE // 2])
             loss = judge(make_x(step + 20)).mean() - judge(fake.detach()).mean()
             seen.append(run_backward(loss))
-            optimizers[1].step(), optimizers[1].clear_grad()
+            finish_step(optimizers[1])
             seen.append(run_backward(judge(fake).square().mean()))
-            optimizers[0].step(), optimizers[0].clear_grad()
+            finish_step(optimizers[0])
             optimizers[1].clear_grad()
         for model in models:
             with full_parameters(model):
@@ -164,7 +165,7 @@ class _Dicts(Net):
     """Blocks that take a dict, take things out of it and put others in."""
 
     class Taking(Block):
-        def forward(self, things: Any) -> None:  # type: ignore[override]
+        def forward(self, things: Any) -> None:
             x = things.pop("x")
             x = x + paddle.tanh(self.fc(self.norm(x)))
             things["x"] = x * self.gain
