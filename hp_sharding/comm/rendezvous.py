@@ -164,10 +164,24 @@ def _store_of_its_own(store: Any, rank: int, group_name: str) -> Any:
     if rank == 0:
         port = free_port()
         own = core.TCPStore("127.0.0.1", port, True, 1, _whole_seconds(timeout_s))
+        _see_callers_leave(port)
         store.set(key, json.dumps([host_address(), port]))
         return own
     host, port = json.loads(store.get(key))
     return core.TCPStore(host, port, False, 1, _whole_seconds(timeout_s))
+
+
+def _see_callers_leave(port: int) -> None:
+    """Lets two callers come to the store and go, one of them abruptly, before anybody else does.
+
+    The store's thread reports each way of leaving through glog, which takes a lock the first time. Ranks end together:
+    now and then the first to leave is a peer, while this process has destroyed that lock already, and glog aborts it.
+    """
+    for abruptly in (False, True):
+        with socket.create_connection(("127.0.0.1", port)) as caller:
+            if abruptly:
+                # Nothing lingers: the connection is reset.
+                caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def _whole_seconds(timeout_s: float) -> int:
