@@ -98,6 +98,43 @@ class ConvNet(nn.Layer):
         return self.head(self.features(x).flatten(1))
 
 
+class Branching(nn.Layer):
+    """The signs of its input choose the layer that runs, or that the first of two runs twice, or that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.branches = nn.LayerList([nn.Linear(16, 16) for _ in range(2)])
+        self.last = nn.Linear(16, 8)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        chosen = tuple((x[0, :2] > 0).tolist())
+        x = self.first(x)
+        for index in {(True, True): [0], (True, False): [1, 0], (False, True): [0, 0], (False, False): []}[chosen]:
+            x = x + paddle.tanh(self.branches[index](x))
+        return self.last(x)
+
+
+class Shared(nn.Layer):
+    """A layer that runs twice, and one that two lists hold; a weight that two layers hold and the model uses too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = nn.Linear(8, 8)
+        self.tied = nn.Linear(8, 8)
+        self.tied.weight = self.twice.weight
+        self.stages = nn.LayerList([nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)])
+        self.again = nn.LayerList([self.stages[0], nn.Linear(8, 8, bias_attr=False)])
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        x = self.twice(x)
+        x = x + self.stages[0](x)
+        x = self.twice(paddle.tanh(x))
+        x = self.stages[1](x) + self.again[0](x)
+        x = self.tied(x) + self.again[1](x)
+        return paddle.matmul(x, self.tied.weight, transpose_y=True)
+
+
 MODELS: dict[str, Any] = {
     "mlp": Mlp,
     "even_mlp": lambda: Mlp((8, 32, 16, 24, 8)),
@@ -105,6 +142,9 @@ MODELS: dict[str, Any] = {
     "gpt_recompute_reentrant": lambda: Gpt(recompute_blocks=True),
     "gpt_recompute": lambda: Gpt(recompute_blocks=False),
     "conv": ConvNet,
+    "branching": Branching,
+    "branching_alike": Branching,
+    "shared": Shared,
 }
 
 
@@ -122,12 +162,20 @@ def make_optimizer(name: str, model: nn.Layer, **options: Any) -> Any:
 
 
 def make_batch(name: str, step: int, rank: int) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """What ``rank`` trains on in ``step``: inputs and targets, other ones for every rank and step."""
+    """What ``rank`` trains on in ``step``: inputs and targets, other ones for every rank and step.
+
+    The branches that "branching" takes differ from rank to rank, those of "branching_alike" do not.
+    """
     generator = np.random.default_rng([SEED, step, rank])
     if name.endswith("mlp"):
         n_in, n_out = (9, 5) if name == "mlp" else (8, 8)
         x = generator.standard_normal([4, n_in], dtype=np.float32)
         return paddle.to_tensor(x), paddle.to_tensor(np.sin(x[:, :n_out] * (1 + rank)))
+    if name in ("branching", "branching_alike", "shared"):
+        x = generator.standard_normal([4, 8], dtype=np.float32)
+        chooser = np.random.default_rng([SEED, step, rank if name == "branching" else 0])
+        x[0, :2] = np.abs(x[0, :2]) * chooser.choice([-1, 1], 2)
+        return paddle.to_tensor(x), paddle.to_tensor(np.sin(x * (1 + rank)))
     if name.startswith("gpt"):
         # Arithmetic progressions, which a model can learn to continue.
         tokens = generator.integers(0, VOCABULARY, [2, 1]) + generator.integers(1, 3, [2, 1]) * np.arange(LENGTH + 1)

@@ -72,7 +72,7 @@ def train(rank: int, nranks: int, case: Case) -> RankRun:
                 digests.append(digest(model))
     with full_parameters(model):
         params = values(model)
-    orders = [optimizer._reducer.order, optimizer._schedule.gather_order]
+    orders = [optimizer._reducer.order, optimizer._schedule.gathers.order]
     return RankRun(losses, digests, params, statistics(model), calls, orders)
 
 
