@@ -13,7 +13,7 @@ from tests import harness
 from tests.lanes import wrap
 from tests.models import loss_of, loss_on, make_batch, make_model, make_optimizer
 from tests.reference import Ranks, Values, assert_all_equal, values
-from tests.sides import BOTH, FEW, SETTINGS, Factory, compare
+from tests.sides import BOTH, FEW, SETTINGS, STAGES_1_2, Factory, compare
 
 NORM_ORDER = 2e-6
 """The norm is summed in another order than Paddle's."""
@@ -107,7 +107,7 @@ class _Half(nn.Layer):
 
 
 def test_norm_of_what_is_there() -> None:
-    harness.run(compare, 2, _unused_and_repeated, SETTINGS, NORM_ORDER)
+    harness.run(compare, 2, _unused_and_repeated, STAGES_1_2, NORM_ORDER)
 
 
 def _every_rank(rank: int, nranks: int) -> list[Values]:

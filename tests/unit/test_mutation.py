@@ -120,6 +120,6 @@ def test_most_mutants_of_a_module_are_caught() -> None:
     number = zlib.crc32(b"".join((REPO_ROOT / module).read_bytes() for module in ROTATING))
     module = ROTATING[number % len(ROTATING)]
     chosen = choose(mutants((REPO_ROOT / module).read_text()), N_ROTATING, number)
-    verdicts = judge(module, chosen, find_tests(module), jobs=2)
+    verdicts = judge(module, chosen, find_tests(module)[:1], jobs=2)
     survivors = [str(verdict.mutant) for verdict in verdicts if not verdict.caught]
     assert len(survivors) <= N_ROTATING * 2 // 5, "\n".join([f"{module}:", *survivors])
