@@ -38,21 +38,28 @@ class Call:
         unit: whose.
         units: those whose parameters it used, its own first; a dict for its order.
         places: (bucket, slot) of the parameters that it looked up.
-        unrecorded: those of them that it looked up while gradients were off, as in a function that recompute will run
-            again; their gradients come in a backward of its own.
+        recorded: those of them that it looked up while gradients were on.
+        unrecorded: the others: as in a function that recompute will run again, and whose gradients then come in a
+            backward of its own.
+        inner: what the calls inside it looked up.
         differentiable: whether gradients were switched on when it began.
         awaited_inputs: stand-ins for inputs whose gradients have to be in before it is over.
         lasts: it is not over before its backward is, whatever gradients are in.
         backward: number of the backward that has opened it last.
     """
 
-    __slots__ = ("awaited_inputs", "backward", "differentiable", "lasts", "places", "unit", "units", "unrecorded")
+    __slots__ = (
+        "awaited_inputs", "backward", "differentiable", "inner", "lasts", "places", "recorded", "unit", "units",
+        "unrecorded",
+    )  # fmt: skip
 
     def __init__(self, unit: int) -> None:
         self.unit = unit
         self.units: dict[int, None] = {unit: None}
         self.places: set[tuple[int, int]] = set()
+        self.inner: set[tuple[int, int]] = set()
         self.unrecorded: set[tuple[int, int]] = set()
+        self.recorded: set[tuple[int, int]] = set()
         self.differentiable = paddle.is_grad_enabled()
         self.awaited_inputs: set[tuple[int, int]] = set()
         self.lasts = False
@@ -139,8 +146,12 @@ class UnitGathers(Gathers):
 
     def leave(self, unit: int) -> None:
         """A unit's forward has ended, or raised."""
-        while self._calls and self._calls.pop().unit != unit:
-            pass  # units inside it that raised past every hook
+        while self._calls:
+            call = self._calls.pop()
+            if self._calls:
+                self._calls[-1].inner |= call.places | call.inner
+            if call.unit == unit:
+                break
         self._release()
 
     def need(self, place: Place, *, trains: bool) -> None:
@@ -148,19 +159,22 @@ class UnitGathers(Gathers):
         call = self._calls[-1]
         key = (place.bucket, place.slot)
         call.places.add(key)
-        if call.differentiable and not paddle.is_grad_enabled():
+        if paddle.is_grad_enabled() or not call.differentiable:
+            call.recorded.add(key)
+            call.unrecorded.discard(key)
+        elif key not in call.recorded:
             call.unrecorded.add(key)
         if place.unit not in call.units:
             call.units[place.unit] = None
             self._use([place.unit], self._phase(trains))
 
-    def note_use_by_function(self, place: Place) -> None:
+    def note_use_by_function(self) -> None:
         """A parameter was looked up, and not by a layer that belongs to its unit.
 
         If this is the first run of a function that recompute will run again, no hook will tell when it does.
         """
         call = self._calls[-1]
-        call.lasts = call.lasts or (place.bucket, place.slot) in call.unrecorded
+        call.lasts = call.lasts or (call.differentiable and not paddle.is_grad_enabled())
 
     def forget_forward(self) -> None:
         """A forward or backward may have raised: nothing is under way any more."""
@@ -380,6 +394,9 @@ class UnitGathers(Gathers):
     def _awaited(self, call: Call) -> set[tuple[int, int]]:
         trained = {place for place in call.places if self._trains(place)}
         awaited = trained | call.awaited_inputs
+        if len(trained) < len(call.places):
+            # Frozen ones may stand behind what the units inside return, where that has nothing to do with the inputs.
+            awaited |= {place for place in call.inner if self._trains(place)}
         # A frozen parameter of another unit: nobody has hooked what it is multiplied with.
         unannounced = len(trained) < len(call.places) and not call.awaited_inputs
         return awaited | {_NEVER} if call.lasts or unannounced or not awaited else awaited

@@ -146,7 +146,7 @@ class Schedule:
         if self._units is not None:
             self._units.need(place, trains=self._trains)
             if not self._parts or self._parts[-1] != place.unit:
-                self._units.note_use_by_function(place)
+                self._units.note_use_by_function()
         elif self._queued is not None and self.buffers[place.bucket].status is not Status.READY:
             self._queued.start_up_to(place.bucket, looks_ahead=False)
             self._queued.finish(place.bucket)

@@ -119,14 +119,17 @@ def test_recompute_inside_a_unit(monkeypatch: pytest.MonkeyPatch, own: bool, for
 
 
 class _ByHand(Net):
-    """The model recomputes a function that uses its own parameter and a layer's, and uses both again after it."""
+    """The model recomputes a function that uses its own parameter and a layer's, and uses both before it or after."""
 
     form = True
+    before = True
 
     def forward(self, x: paddle.Tensor) -> Any:
         x = self.blocks[0](x)
+        if self.before:
+            x = x + (self.head(x * self.shift) + self.head.bias).mean()
         x = recompute(self._function, x, use_reentrant=self.form)
-        return self.head(x * self.shift) + self.head.bias
+        return x if self.before else self.head(x * self.shift) + self.head.bias
 
     def _function(self, x: paddle.Tensor) -> paddle.Tensor:
         weight = paddle.tanh(self.head.weight).matmul(self.head.weight.t())
@@ -135,8 +138,10 @@ class _ByHand(Net):
 
 @every_setting
 @pytest.mark.parametrize("form", [True, False])
+@pytest.mark.parametrize("before", [True, False])
 def test_recompute_of_a_function_that_uses_parameters(
-    monkeypatch: pytest.MonkeyPatch, form: bool, settings: str
+    monkeypatch: pytest.MonkeyPatch, before: bool, form: bool, settings: str
 ) -> None:
     monkeypatch.setattr(_ByHand, "form", form)
+    monkeypatch.setattr(_ByHand, "before", before)
     assert_alike(_ByHand, train_once, SETTINGS[settings])

@@ -1,0 +1,1 @@
+"""Code broken on purpose, one place at a time, to see which breaks no test notices. ``scripts/mutate --help``."""
