@@ -11,11 +11,14 @@ wrapper raises it as itself.
 
 from __future__ import annotations
 
+import sys
 import threading
+import types
 import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from paddle.autograd.py_layer import PyLayerContext
 from paddle.base import core, framework
 
 
@@ -99,6 +102,17 @@ def in_backward() -> bool:
 def depth() -> int:
     """How many backwards, ``paddle.grad`` among them, are under way on this thread, one inside another."""
     return _state.depth + _state.partial
+
+
+def in_custom_forward() -> bool:
+    """True inside the forward of a PyLayer, such as the one by which reentrant recompute runs a function at first."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount and isinstance(frame.f_locals.get(code.co_varnames[0]), PyLayerContext):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def keep_error(error: BaseException) -> None:

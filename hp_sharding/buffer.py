@@ -95,7 +95,8 @@ class FusedCommBuffer:
         self._full: paddle.Tensor | None = None
         self._slot_views: list[core.DenseTensor] = []
         self._addresses: list[int] = []
-        self._absent = _absent_vectors(layout, self._shapes)
+        self._absent = self._absent_vectors()
+        self._versions: list[int] = []
         self.shard = self._adopt_shards() if self.status is Status.SHARDED else self._adopt_params()
         self.slices = self._make_slices()
         self.gradient = GradientStorage(layout, self.params, place.pool)
@@ -166,11 +167,15 @@ class FusedCommBuffer:
     def free(self) -> None:
         """READY -> SHARDED: parameters and full tensor let go of the memory. Shapes and dtypes stay readable.
 
+        What was written meanwhile is kept, also by functions that pass every guard.
+
         Raises:
             StateError: the bucket is not READY.
+            LayoutError: a parameter was cast.
         """
         self._require(Status.READY, "free")
         assert not self.place.keeps_full
+        self.keep_writes()
         self._release_params()
         # Views that autograd saved keep the block alive; the pool takes it back when the last of them is gone.
         self._full = None
@@ -200,6 +205,47 @@ class FusedCommBuffer:
                     f"{str(param.dtype).split('.')[-1]}). Call Layer.to(...) before fleet.distributed_model, and write "
                     "values with set_value or copy_"
                 )
+
+    def keep_writes(self) -> None:
+        """Where a READY parameter was written past the guards, the shard gets the new value.
+
+        ``paddle.assign`` writes where the value lies, an initializer gives the parameter other storage.
+
+        Raises:
+            LayoutError: a parameter was cast.
+        """
+        written = False
+        for index, (param, address) in enumerate(zip(self.params, self._addresses, strict=True)):
+            if param.data_ptr() != address:
+                self._take_back(index)
+                written = True
+            written = written or param.inplace_version != self._versions[index]
+        if written:
+            self.store_full()
+
+    def _take_back(self, index: int) -> None:
+        """Copies the value of a parameter that has storage of its own into its place, and gives it that place again."""
+        param, slot = self.params[index], self.layout.slots[index]
+        if str(param.dtype).split(".")[-1] != self.layout.dtype or param.size != slot.numel:
+            self.check_params()
+        assert self._full is not None
+        here = self._full._slice(slot.offset_numel, slot.end_numel)
+        here.copy_(EagerParamBase.detach(param).flatten(), False)
+        _point_at([self._slot_views[index]], [param])
+
+    def _absent_vectors(self) -> dict[int, paddle.Tensor]:
+        """What stands for each vector while it is freed: too little storage for its shape, which every kernel refuses.
+
+        Without any, ``F.linear`` leaves a bias out, in silence; whatever else gets no storage raises. One element
+        cannot be too little for a vector of one: it is NaN.
+        """
+        absent = {}
+        for index, shape in enumerate(self._shapes):
+            numel = self.layout.slots[index].numel
+            if numel == max(shape, default=1):
+                absent[index] = self.place.pool.absent(numel, self.layout.dtype)
+                absent[index].get_tensor()._set_dims(shape)
+        return absent
 
     def _release_params(self) -> None:
         for index, param in enumerate(self.params):
@@ -250,6 +296,8 @@ class FusedCommBuffer:
     def _bind_params(self) -> None:
         # The *same* parameter object gets the new memory: autograd, the layer and the user hold that object.
         _point_at(self._slot_views, self.params)
+        if not self.place.keeps_full:
+            self._versions = [param.inplace_version for param in self.params]
 
     def _own_slice(self, full: paddle.Tensor) -> paddle.Tensor:
         start = self.place.rank * self.layout.shard_numel
@@ -294,20 +342,6 @@ def _point_at(views: Sequence[core.DenseTensor], tensors: Sequence[paddle.Tensor
 def _release(tensor: paddle.Tensor) -> None:
     """Lets go of the storage and keeps the shape, seen by no guard."""
     _dense(tensor)._clear()
-
-
-def _absent_vectors(layout: BucketLayout, shapes: Sequence[list[int]]) -> dict[int, paddle.Tensor]:
-    """What stands for each vector while it is freed: storage too small for its shape, which every kernel refuses.
-
-    Without any, ``F.linear`` leaves a bias out, in silence; whatever else gets no storage raises. One element cannot be
-    too few for a vector of one: it is NaN.
-    """
-    absent = {}
-    for index, shape in enumerate(shapes):
-        if len(shape) == 1:
-            absent[index] = paddle.full([1], float("nan"), layout.dtype)
-            absent[index].get_tensor()._set_dims(shape)
-    return absent
 
 
 _COPIED_ATTRIBUTES = ("optimize_attr", "regularizer", "need_clip", "is_distributed", "do_model_average", "no_sync")

@@ -39,6 +39,9 @@ MAX_WASTE = 8
 """How many times the size of a request a block for it may be. A vector must not take the block that the next layer is
 about to need, and have it get another."""
 
+MAX_NAN_NUMEL = 1 << 20
+"""Elements of NaN behind what stands for a freed vector."""
+
 DTYPES = tuple(_NUMPY_DTYPES)
 """Names of the dtypes that ``StoragePool`` gives out: all that can train."""
 
@@ -64,6 +67,7 @@ class StoragePool:
         self._returned: deque[_Block] = deque()
         self._poison = poison
         self._empty = {name: paddle.empty([0], name) for name in _NUMPY_DTYPES}
+        self._nans: _Block = np.empty([0], np.uint8)
         self.allocated_bytes = 0
 
     def alloc(self, numel: int, dtype: str) -> paddle.Tensor:
@@ -76,6 +80,29 @@ class StoragePool:
         tensor = self._empty[dtype].clone()
         tensor.get_tensor().set(view, _CPU, True)
         return tensor
+
+    def absent(self, numel: int, dtype: str) -> paddle.Tensor:
+        """A tensor of one element, NaN, that is to be given the shape of one of ``numel`` elements.
+
+        Every kernel that looks at the size of its storage refuses it; those that do not find NaN behind it, up to
+        ``MAX_NAN_NUMEL``.
+        """
+        itemsize = _NUMPY_DTYPES[dtype].itemsize
+        if numel == 1:
+            run = self._nan_run(1, itemsize)  # its own: somebody may write to it
+        else:
+            nbytes = min(numel, MAX_NAN_NUMEL) * itemsize
+            if len(self._nans) < nbytes:
+                self._nans = self._nan_run(nbytes // itemsize, itemsize)
+            run = self._nans
+        tensor = self._empty[dtype].clone()
+        tensor.get_tensor().set(run[:itemsize].view(_NUMPY_DTYPES[dtype]), _CPU, True)
+        return tensor
+
+    @staticmethod
+    def _nan_run(numel: int, itemsize: int) -> _Block:
+        # All ones is NaN in every floating-point type.
+        return np.from_dlpack(paddle.full([numel * itemsize], 0xFF, "uint8"))
 
     def trim(self) -> None:
         """Gives the blocks that nobody uses back to the system."""

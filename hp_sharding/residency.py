@@ -132,7 +132,7 @@ class UnitGathers(Gathers):
 
     def enter(self, unit: int, *, trains: bool) -> Call:
         """A unit's forward begins; returns once its parameters are there."""
-        if not self._calls and not backward.in_backward():
+        if not self._calls and not self._pins and not backward.in_backward():
             self.foresight.begin_forward()
         call = Call(unit)
         for place in self._rules.captured.get(unit, ()):
@@ -157,13 +157,7 @@ class UnitGathers(Gathers):
     def need(self, place: Place, *, trains: bool) -> None:
         """A parameter is looked up inside a forward; returns once it is there."""
         call = self._calls[-1]
-        key = (place.bucket, place.slot)
-        call.places.add(key)
-        if paddle.is_grad_enabled() or not call.differentiable:
-            call.recorded.add(key)
-            call.unrecorded.discard(key)
-        elif key not in call.recorded:
-            call.unrecorded.add(key)
+        self._note(call, (place.bucket, place.slot))
         if place.unit not in call.units:
             call.units[place.unit] = None
             self._use([place.unit], self._phase(trains))
@@ -174,7 +168,8 @@ class UnitGathers(Gathers):
         If this is the first run of a function that recompute will run again, no hook will tell when it does.
         """
         call = self._calls[-1]
-        call.lasts = call.lasts or (call.differentiable and not paddle.is_grad_enabled())
+        if call.differentiable and not paddle.is_grad_enabled() and backward.in_custom_forward():
+            call.lasts = True
 
     def forget_forward(self) -> None:
         """A forward or backward may have raised: nothing is under way any more."""
@@ -250,7 +245,7 @@ class UnitGathers(Gathers):
 
     def reshard(self, freed: Sequence[int]) -> None:
         """Part of ``Gathers``."""
-        self._store_written()
+        self._keep_writes()
         self._pins -= 1
         self._release()
         if not self._pins:
@@ -260,9 +255,11 @@ class UnitGathers(Gathers):
     def begin_step(self) -> None:
         """Part of ``Gathers``."""
         if self._pins:
-            self._store_written()  # past the guards, such as by an initializer
+            self._keep_writes()
         self._calls.clear()
         self._kept.clear()
+        self._expected = []
+        self.foresight.begin()
         self._end()
 
     def take_update(self, bucket: int) -> None:
@@ -288,16 +285,39 @@ class UnitGathers(Gathers):
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def _note(call: Call, key: tuple[int, int]) -> None:
+        if paddle.is_grad_enabled() or not call.differentiable:
+            call.places.add(key)
+            call.recorded.add(key)
+            call.unrecorded.discard(key)
+        elif backward.in_custom_forward():
+            call.places.add(key)
+            if key not in call.recorded:
+                call.unrecorded.add(key)
+        # Else it is only read: no gradient comes of it, and it may be this rank alone that looks.
+
     def _phase(self, trains: bool) -> Phase:
         if backward.in_backward():
             return Phase.BACKWARD
         return Phase.FORWARD if trains else Phase.EVALUATE
 
+    def _keep_writes(self) -> None:
+        for buffer in self.buffers:
+            if buffer.status is Status.READY:
+                buffer.keep_writes()
+                buffer.store_full()  # and what no sign shows, such as a write through NumPy
+
     def _next_units(self) -> list[int]:
         return self.foresight.ahead(self._ahead + 1, self._uncounted) if self._ahead else []
 
     def _use(self, units: Iterable[int], phase: Phase) -> None:
-        """Makes units READY, starts those that are expected next, and lets go of all that is not needed."""
+        """Makes units READY, starts those that are expected next, and lets go of all that is not needed.
+
+        Where everything is there, as inside ``full_parameters``, a rank may run the model alone: that changes nothing.
+        """
+        if self._pins:
+            return
         units = [unit for unit in units if self._rules.unit_buckets[unit]]
         for unit in units:
             self.foresight.note(phase, unit)
@@ -358,6 +378,10 @@ class UnitGathers(Gathers):
         self._release()
 
     def _end(self) -> None:
+        if self._pins:
+            self._open.clear()
+            self._opened.clear()
+            return
         self._kept.difference_update(self._opened)
         self._open.clear()
         self._opened.clear()

@@ -138,8 +138,8 @@ def test_what_a_step_sends(n_replicas: int) -> None:
     n_units = 5  # four layers and the model's own parameter
     for counts in found:
         assert counts["reduce_scatter"] == n_units
-        # The model's own parameter and the last two stay; two are on their way when full_parameters asks for all.
-        assert counts["all_gather"] == n_units + (n_units - 3) + (n_units - 2)
+        # The model's own parameter and the last two stay; three are on their way when full_parameters asks for all.
+        assert counts["all_gather"] == n_units + (n_units - 3) + (n_units - 3)
         # What the ranks agree on, once more over the replicas; and over these two sums of neighbours.
         assert counts["all_reduce"] == 1 + (1 + 2 if n_replicas > 1 else 0)
 
@@ -188,3 +188,34 @@ def test_evaluations_in_between_change_nothing(name: str) -> None:
     found = harness.run(_evaluates, 2, name)
     assert_all_equal(found)
     assert_equal(found[0], expected)
+
+
+def _looks_alone(rank: int, nranks: int, where: str) -> Values:
+    """Rank 0 alone evaluates inside ``full_parameters``, or reads a value in a forward without gradients."""
+    model = make_model("gpt_recompute_reentrant")
+    _, optimizer, _ = wrap(model, make_optimizer("AdamW", model), nranks, **OVERLAP)
+    if where == "forward" and rank == 0:
+        for block in model.blocks:
+            block.norm2.register_forward_pre_hook(_read)
+    for step in range(5):
+        loss_of(model, make_batch("gpt", step, rank)).backward()
+        optimizer.step()
+        optimizer.clear_grad()
+        with full_parameters(model), paddle.no_grad():
+            if where == "full_parameters" and rank == 0:
+                loss_of(model, make_batch("gpt", 50, rank))
+                model.blocks[2](paddle.ones([1, 2, 12]))
+    with full_parameters(model):
+        return values(model)
+
+
+def _read(layer: Any, inputs: Any) -> None:
+    with paddle.no_grad():
+        float(layer.weight.mean())
+
+
+@pytest.mark.parametrize("where", ["full_parameters", "forward"])
+def test_one_rank_may_look_alone(where: str) -> None:
+    found = harness.run(_looks_alone, 2, where, timeout_s=60)
+    assert_all_equal(found)
+    assert_equal(found[0], reference.train("gpt", "AdamW", 2, 5).params)

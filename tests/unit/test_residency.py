@@ -5,6 +5,7 @@ Lanes deliver when they are waited for and leave NaN until then; freed memory is
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -233,6 +234,72 @@ def test_a_penalty_on_the_weights_inside_full_parameters(settings: str) -> None:
     assert_alike(Net, train, SETTINGS[settings])
 
 
+class _Writing(Net):
+    """Blocks that write to a parameter of theirs in the forward, past the guards, after they have used it."""
+
+    class Writer(Block):
+        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+            x = super().forward(x)
+            with paddle.no_grad():
+                paddle.assign(self.fc.bias * 0.5 + 0.1, self.fc.bias)
+            return x
+
+    block = Writer
+
+
+@every_setting
+def test_writes_past_the_guards_in_a_forward_are_kept(settings: str) -> None:
+    assert_alike(_Writing, train_once, SETTINGS[settings])
+
+
+def test_what_was_given_other_storage_is_kept() -> None:
+    layer = nn.Linear(SIZE, 3)
+    rig = wrap(layer, paddle.optimizer.SGD(parameters=layer.parameters()), stage=3)
+    buffer = rig.optimizer.buffers[0]
+    with full_parameters(layer):
+        paddle.full([SIZE, 3], 0.5)._share_buffer_to(layer.weight)
+    assert buffer.full is None
+    with full_parameters(layer):
+        assert (layer.weight.numpy() == 0.5).all()
+
+
+def test_a_forward_inside_full_parameters_changes_nothing_for_later() -> None:
+    """A rank may evaluate alone there, since nothing is sent; so it must expect the same as the others afterwards."""
+
+    def sent(evaluates: bool) -> list[str]:
+        rig = wrap_stage_3(Net(), SETTINGS["both"])
+        for step in range(4):
+            train_once(rig.model, rig.optimizer, step)
+            finish_step(rig.optimizer)
+            with full_parameters(rig.model), paddle.no_grad():
+                for _ in range(3 if evaluates else 0):
+                    rig.model(make_x(step))
+                    rig.model.blocks[1](make_x(step))
+        return gathered(rig)
+
+    assert sent(True) == sent(False)
+
+
+def test_a_value_read_in_a_forward_holds_nothing() -> None:
+    class Reading(Net):
+        class Reader(Block):
+            def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+                with paddle.no_grad():
+                    self.seen = float(self.gain.mean())
+                return super().forward(x)
+
+        block = Reader
+
+    rig = wrap_stage_3(Reading(), {})
+    start = make_x(0)
+    start.stop_gradient = False
+    seen: list[list[str]] = []
+    x = rig.model.blocks[0](start)
+    x.register_hook(lambda _: seen.append(resident(rig)))
+    rig.model.blocks[2](x).mean().backward()
+    assert all("blocks.2" not in names for names in seen)
+
+
 def test_a_step_inside_full_parameters_shows_the_new_values() -> None:
     rig = wrap_stage_3(Net(), SETTINGS["both"])
     with full_parameters(rig.model):
@@ -273,6 +340,29 @@ def test_a_freed_bias_is_never_left_out(out: int) -> None:
             F.linear(make_x(0), weight, bias)
     with full_parameters(rig.model):
         assert np.isfinite(F.linear(make_x(0), weight, bias).numpy()).all()
+
+
+def test_what_stands_for_freed_vectors_is_nowhere_a_number() -> None:
+    """Of other shapes too; views of them read NaN, and never what lies in memory by chance."""
+
+    class Odd(nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            shapes = ([], [1], [SIZE], [1, SIZE], [1, 1, SIZE], [SIZE, 1])
+            self.all = nn.ParameterList([self.create_parameter(shape) for shape in shapes])
+
+    layer = Odd()
+    wrap(layer, paddle.optimizer.SGD(parameters=layer.parameters()), stage=3)
+    for param in layer.parameters():
+        with contextlib.suppress(RuntimeError):  # storage too small
+            assert np.isnan(F.linear(_x_of(SIZE), paddle.ones([SIZE, SIZE]), param).numpy()).all()
+    vector = layer.parameters()[2]
+    assert np.isnan((paddle.slice(vector, [0], [2], [4]) + 1).numpy()).all()
+    assert np.isnan((paddle.unbind(vector)[4] * 2).numpy()).all()
+
+
+def _x_of(width: int) -> paddle.Tensor:
+    return paddle.ones([width, width])
 
 
 def test_a_write_past_the_guards_to_what_is_freed_is_noticed() -> None:
