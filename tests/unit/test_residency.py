@@ -348,7 +348,7 @@ def test_what_stands_for_freed_vectors_is_nowhere_a_number() -> None:
     class Odd(nn.Layer):
         def __init__(self) -> None:
             super().__init__()
-            shapes = ([], [1], [SIZE], [1, SIZE], [1, 1, SIZE], [SIZE, 1])
+            shapes: list[list[int]] = [[], [1], [SIZE], [1, SIZE], [1, 1, SIZE], [SIZE, 1]]
             self.all = nn.ParameterList([self.create_parameter(shape) for shape in shapes])
 
     layer = Odd()
