@@ -1,0 +1,24 @@
+"""A stand-in for an accelerator: a custom device of Paddle's, type ``npu``, that needs no hardware.
+
+Its memory is the host's, its compute stream works in the calling thread, its other streams are threads, and its
+collectives go through memory that the processes share (``src/``, in C++). What is real about it is the *order*: a
+collective is on its way while Python goes on, a tensor that is read before ``wait()`` is stale, and memory that is
+freed too early is overwritten. So it shows every time what an accelerator shows by luck. About the kernels, limits and
+speed of any accelerator it says nothing.
+
+    from tests.device import standin
+
+    reason = standin.why_missing()                          # None, or what is not there to build it with
+    env = standin.environment(standin.Pace(latency_ms=50))  # for processes that use it; builds it if need be
+
+* ``why_missing``, ``built``: the plugin is built once for its source and compiler, and kept in a temporary folder.
+* ``Pace`` and ``environment``: what a collective takes, and the variables of a process that has the device.
+* ``Device``: inside such a process, the device's accounts, and another pace.
+"""
+
+from __future__ import annotations
+
+from .building import PADDLE_VERSION, built, why_missing
+from .device import Device, Pace, environment
+
+__all__ = ["PADDLE_VERSION", "Device", "Pace", "built", "environment", "why_missing"]

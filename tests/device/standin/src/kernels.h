@@ -1,0 +1,13 @@
+// Paddle's own kernels, so that the device can compute.
+#pragma once
+
+namespace standin {
+
+// Registers every kernel that Paddle has for the CPU for the device of this type as well.
+//
+// Without them Paddle copies to the CPU, computes there and copies back, and what an operation writes into a view of a
+// flat buffer is lost. The kernels take the device's context for a CPU's; of that they use what both have: the place,
+// the allocators and an Eigen device without state.
+void register_cpu_kernels(const char* device_type);
+
+}  // namespace standin
