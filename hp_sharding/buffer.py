@@ -167,15 +167,11 @@ class FusedCommBuffer:
     def free(self) -> None:
         """READY -> SHARDED: parameters and full tensor let go of the memory. Shapes and dtypes stay readable.
 
-        What was written meanwhile is kept, also by functions that pass every guard.
-
         Raises:
             StateError: the bucket is not READY.
-            LayoutError: a parameter was cast.
         """
         self._require(Status.READY, "free")
         assert not self.place.keeps_full
-        self.keep_writes()
         self._release_params()
         # Views that autograd saved keep the block alive; the pool takes it back when the last of them is gone.
         self._full = None
@@ -259,12 +255,14 @@ class FusedCommBuffer:
         if not param._is_initialized():
             return False
         absent = self._absent.get(index)
-        if absent is None or not param._is_shared_buffer_with(absent):
+        if absent is None:
             return True
-        if absent.size > 1 or bool(paddle.isnan(absent)):
-            return False
-        absent.set_value(paddle.full_like(absent, float("nan")))
-        return True
+        if absent.size > 1:
+            return not param._is_shared_buffer_with(absent)
+        written = bool(paddle.isfinite(EagerParamBase.detach(param)))
+        if written:
+            absent.set_value(paddle.full_like(absent, float("nan")))
+        return written
 
     def _adopt_params(self) -> paddle.Tensor:
         numel, dtype = self.layout.numel, self.layout.dtype

@@ -407,6 +407,7 @@ class UnitGathers(Gathers):
             for bucket in self._rules.unit_buckets[unit]:
                 self.finish(bucket)
                 if self.buffers[bucket].status is Status.READY:
+                    self.buffers[bucket].keep_writes()
                     self.buffers[bucket].free()
 
     def _start_unit(self, unit: int) -> None:
