@@ -88,11 +88,6 @@ class Gathers(abc.ABC):
         self._timeline.watch(buffer.start_gather())
         self._under_way += 1
 
-    def _store_written(self) -> None:
-        for buffer in self.buffers:
-            if buffer.status is Status.READY:
-                buffer.store_full()
-
 
 class QueuedGathers(Gathers):
     """The queue.
@@ -137,7 +132,9 @@ class QueuedGathers(Gathers):
 
     def reshard(self, freed: Sequence[int]) -> None:
         """Part of ``Gathers``."""
-        self._store_written()
+        for buffer in self.buffers:
+            if buffer.status is Status.READY:
+                buffer.store_full()
         for bucket in (bucket for bucket in self.order if bucket in set(freed)):
             self.buffers[bucket].free()
             self.queue([bucket])

@@ -8,6 +8,7 @@ hook on such a tensor fires when its gradient is complete, before the operation 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -95,7 +96,7 @@ def watch_tensors(target: HookTarget, values: Any, call: Call) -> None:
     for tensor in tensors_in(values):
         # A leaf would keep its hooks for ever, and nothing lies behind it.
         if not (tensor.stop_gradient or tensor.is_leaf):
-            hook = hook or _call_hook(target, call)
+            hook = hook or _tensor_hook(target, lambda living: living.enter_backward(call))
             tensor.register_hook(hook)
 
 
@@ -203,7 +204,7 @@ class _UnitWatch:
                 awaited = (-2 - self.unit, self._n_awaited)
                 call.awaited_inputs.add(awaited)
                 if not tensor.is_leaf:  # else the call lasts until its backward has ended
-                    tensor.register_hook(_arrival_hook(target, awaited))
+                    tensor.register_hook(_tensor_hook(target, functools.partial(_tell_arrival, awaited=awaited)))
 
     def _watch_kept(self, target: HookTarget, call: Call) -> None:
         """Tensors that the forward has left in attributes."""
@@ -242,31 +243,21 @@ def _has_containers(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
     return any(not isinstance(value, (paddle.Tensor, *ATOMS)) for value in (*args, *kwargs.values()))
 
 
-def _call_hook(target: HookTarget, call: Call) -> Callable[[paddle.Tensor], None]:
+def _tell_arrival(target: HookTarget, *, awaited: tuple[int, int]) -> None:
+    target.arrive(awaited)
+
+
+def _tensor_hook(target: HookTarget, tell: Callable[[HookTarget], None]) -> Callable[[paddle.Tensor], None]:
     reference = weakref.ref(target)
 
     def hook(_: paddle.Tensor) -> None:
         living = reference()
-        if living is not None:
-            _keep_error(living.enter_backward, call)
+        if living is None:
+            return
+        try:
+            tell(living)
+        except BaseException as error:
+            backward.keep_error(error)
+            raise
 
     return hook
-
-
-def _arrival_hook(target: HookTarget, awaited: tuple[int, int]) -> Callable[[paddle.Tensor], None]:
-    reference = weakref.ref(target)
-
-    def hook(_: paddle.Tensor) -> None:
-        living = reference()
-        if living is not None:
-            _keep_error(living.arrive, awaited)
-
-    return hook
-
-
-def _keep_error(method: Callable[[Any], None], argument: Any) -> None:
-    try:
-        method(argument)
-    except BaseException as error:
-        backward.keep_error(error)
-        raise

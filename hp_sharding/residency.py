@@ -130,7 +130,7 @@ class UnitGathers(Gathers):
         """The innermost call under way."""
         return self._calls[-1] if self._calls else None
 
-    def enter(self, unit: int, *, trains: bool) -> Call:
+    def enter(self, unit: int, *, trains: bool) -> None:
         """A unit's forward begins; returns once its parameters are there."""
         if not self._calls and not self._pins and not backward.in_backward():
             self.foresight.begin_forward()
@@ -142,7 +142,6 @@ class UnitGathers(Gathers):
         if backward.in_backward():
             self._expect_graph(call)
         self._use(call.units, self._phase(trains))
-        return call
 
     def leave(self, unit: int) -> None:
         """A unit's forward has ended, or raised."""
