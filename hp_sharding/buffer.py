@@ -249,6 +249,7 @@ class FusedCommBuffer:
                 _point_at([_dense(self._absent[index])], [param])
             else:
                 _release(param)
+        self._versions = [param.inplace_version for param in self.params]
 
     def _was_written(self, index: int, param: EagerParamBase) -> bool:
         """Whether a parameter that is away has got storage of its own, or something in what stands for it."""
@@ -259,7 +260,10 @@ class FusedCommBuffer:
             return True
         if absent.size > 1:
             return not param._is_shared_buffer_with(absent)
-        written = bool(paddle.isfinite(EagerParamBase.detach(param)))
+        if param.place.is_cpu_place():
+            written = bool(paddle.isfinite(EagerParamBase.detach(param)))
+        else:
+            written = param.inplace_version != self._versions[index]  # the value would have to be waited for
         if written:
             absent.set_value(paddle.full_like(absent, float("nan")))
         return written

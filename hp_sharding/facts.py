@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import paddle
 
-from .comm import Communicator, Work
+from .comm import Communicator, Work, host_tensor
 
 
 class Facts(NamedTuple):
@@ -35,8 +34,8 @@ class Agreement:
     """``Facts`` under way: added up over the ranks of one lane after the other, which reach all data ranks together."""
 
     def __init__(self, facts: Facts, lanes: Sequence[Communicator], *, label: str) -> None:
-        counts = np.array([facts.new_order, facts.failed, *facts.repeats, *facts.used], dtype=np.int32)
-        self._counts = paddle.to_tensor(counts)
+        counts = [facts.new_order, facts.failed, *facts.repeats, *facts.used]
+        self._counts = host_tensor(counts, "int32")
         self._n_buckets = len(facts.repeats)
         self.work: Work = lanes[0].all_reduce(self._counts, label=label)
         for lane in lanes[1:]:
@@ -51,7 +50,7 @@ class Agreement:
 
 def publish(orders: Sequence[Sequence[int]], lanes: Sequence[Communicator]) -> list[list[int]]:
     """Rank 0's ``orders`` (each a permutation of the same length everywhere) on every rank of all lanes. Blocks."""
-    table = paddle.to_tensor(np.array(orders, dtype=np.int32).reshape(-1))
+    table = host_tensor(np.reshape(orders, -1), "int32")
     for lane in lanes:
         lane.broadcast(table, src=0, label="bucket order").wait()
     return [list(map(int, order)) for order in table.numpy().reshape(len(orders), -1)]

@@ -13,7 +13,7 @@ import paddle
 from paddle import nn
 
 from .arena import GradientArena
-from .comm import Communicator
+from .comm import Communicator, current_device
 from .timeline import Timeline
 
 
@@ -78,13 +78,28 @@ class NormClipper:
         squares = paddle.stack([self._sum_of_squares(domain) for domain in self._domains])
         work = self._timeline.watch(self._comm.all_reduce(squares, label="gradient norm"))
         self._timeline.wait(work)
-        for domain, norm in zip(self._domains, paddle.sqrt(squares).tolist(), strict=True):
+        norms = paddle.sqrt(squares)
+        if current_device().has_streams:
+            self._scale_on_device(norms)
+            return
+        for domain, norm in zip(self._domains, norms.tolist(), strict=True):
             if domain.skip_below and norm <= domain.max_norm:
                 continue
             factor = _clip_factor(norm, domain.max_norm)
             if factor != 1.0:
                 for gradient in self._gradients(domain):
                     gradient.scale_(factor)
+
+    def _scale_on_device(self, norms: paddle.Tensor) -> None:
+        """The same products without a look at the norms, for which the host would have to wait for the device.
+
+        What is multiplied by one keeps its bits.
+        """
+        for index, domain in enumerate(self._domains):
+            bound = paddle.full([], domain.max_norm, "float32")
+            factor = bound / paddle.maximum(norms[index], bound)
+            for gradient in self._gradients(domain):
+                gradient.multiply_(factor.astype(gradient.dtype))
 
     def _gradients(self, domain: NormDomain) -> list[paddle.Tensor]:
         return self._arena.tensors if self._whole else [part.gradient for part in domain.parts]

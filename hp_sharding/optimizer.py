@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import paddle
-from paddle.base import core
 
 from .arena import GradientArena
 from .buffer import FusedCommBuffer
+from .comm import allocated_bytes
 from .config import ShardingConfig
 from .errors import ConfigError
 from .facts import publish
@@ -231,9 +231,8 @@ class ShardedOptimizer:
             units_ahead=self.config.units_ahead or 0,
         )
         state = state._replace(gradient_shard=state.gradient_shard + self._arena.spare_bytes)
-        allocated = core.host_memory_stat_current_value("Allocated", 0)
         return {
-            "measured_bytes": allocated - self._baseline_bytes,
+            "measured_bytes": allocated_bytes() - self._baseline_bytes,
             "formula_bytes": state.total,
             **{f"{name}_bytes": value for name, value in state._asdict().items()},
         }

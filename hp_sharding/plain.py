@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import paddle
-from paddle.base import core
 
+from .comm import allocated_bytes
 from .config import ShardingConfig
 from .timeline import Timeline
 from .updates import optimizer_params
@@ -76,8 +76,11 @@ class PlainOptimizer:
             "gradients_bytes": _bytes(trained),
             "moments_bytes": sum(_bytes(tensors.values()) for tensors in self._inner_opt._accumulators.values()),
         }
-        allocated = core.host_memory_stat_current_value("Allocated", 0)
-        return {"measured_bytes": allocated - self._baseline_bytes, "formula_bytes": sum(state.values()), **state}
+        return {
+            "measured_bytes": allocated_bytes() - self._baseline_bytes,
+            "formula_bytes": sum(state.values()),
+            **state,
+        }
 
 
 def _bytes(tensors: Any) -> int:

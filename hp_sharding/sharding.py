@@ -9,20 +9,26 @@ from typing import Any, NamedTuple
 
 import paddle
 from paddle import nn
-from paddle.base import core
 from paddle.base.framework import EagerParamBase
 
 from . import guard
 from .arena import GradientArena
 from .broadcast import broadcast_state, check_state_exists
 from .buffer import BufferPlace, FusedCommBuffer, Status
-from .comm import Communicator, Fingerprint, create_communicators, fingerprint
+from .comm import (
+    Communicator,
+    Fingerprint,
+    allocated_bytes,
+    create_communicators,
+    current_device,
+    fingerprint,
+)  # fmt: skip
 from .config import ShardingConfig
 from .errors import ConfigError
 from .layout import BucketLayout, BucketRules, ParamSpec, plan_buckets
 from .optimizer import ShardedOptimizer
 from .plain import PlainOptimizer
-from .pool import DTYPES, StoragePool
+from .pool import DTYPES, DevicePool, StoragePool
 from .reduction import ReduceLanes, Reducer, ReduceRules
 from .schedule import Schedule, keep_schedule, schedule_of
 from .timeline import Timeline
@@ -32,8 +38,11 @@ from .updates import InnerUpdates, check_fresh, check_optimizer, optimizer_param
 LOG = logging.getLogger("hp_sharding")
 LANES = ("gather", "reduce")
 """Over the ranks of a shard group."""
-REPLICA_LANES = ("replicate", "agree")
+REPLICA_LANES = ("replicate",)
 """Over the replicas of a shard, where there are several."""
+CONTROL = ("control", "agree")
+"""Over the ranks of a shard group, and over the replicas: what the hosts tell each other. On CPU the first is "gather",
+which is idle when there is something to tell."""
 
 
 class Grid(NamedTuple):
@@ -101,17 +110,40 @@ def open_lanes(model: nn.Layer, grid: Grid, *, timeout_s: float) -> dict[str, Co
     """Connects the ranks and gives all of them the first one's parameters and buffers. Nothing for one rank."""
     if grid.n_ranks == 1:
         return {}
-    names = [*LANES, fingerprint.LANE] if fingerprint.is_wanted() else LANES
-    lanes = create_communicators(grid.shard, names, timeout_s=timeout_s)
-    if len(grid.replicate) > 1:
-        lanes |= create_communicators(grid.replicate, REPLICA_LANES, timeout_s=timeout_s)
-    broadcast_state(model, *reach_everyone(lanes))
+    lanes = connect(grid, timeout_s=timeout_s)
+    broadcast_model(model, lanes)
     return lanes
 
 
-def reach_everyone(lanes: Mapping[str, Communicator]) -> list[Communicator]:
-    """Lanes that one after the other reach all data ranks, from the first one on."""
-    return [lanes[name] for name in ("agree", "gather") if name in lanes]
+def connect(grid: Grid, *, timeout_s: float) -> dict[str, Communicator]:
+    """The lanes that ``build`` needs. Collective."""
+    debug = [fingerprint.LANE] if fingerprint.is_wanted() else []
+    control = [CONTROL[0]] if current_device().has_streams else []
+    lanes = _connect(grid.shard, LANES, [*control, *debug], timeout_s=timeout_s)
+    if len(grid.replicate) > 1:
+        lanes |= _connect(grid.replicate, REPLICA_LANES, [CONTROL[1]], timeout_s=timeout_s)
+    return lanes
+
+
+def _connect(
+    ranks: Sequence[int], lanes: Sequence[str], host_lanes: Sequence[str], *, timeout_s: float
+) -> dict[str, Communicator]:
+    """Lanes for tensors on the device, and lanes for the host: on CPU they are of one kind."""
+    if not current_device().has_streams:
+        return create_communicators(ranks, [*lanes, *host_lanes], timeout_s=timeout_s)
+    made = create_communicators(ranks, host_lanes, timeout_s=timeout_s, on_host=True) if host_lanes else {}
+    return made | create_communicators(ranks, lanes, timeout_s=timeout_s)
+
+
+def broadcast_model(model: nn.Layer, lanes: Mapping[str, Communicator]) -> None:
+    """Gives all ranks the first one's parameters and buffers."""
+    broadcast_state(model, *(lanes[name] for name in ("replicate", "gather") if name in lanes))
+
+
+def control_lanes(lanes: Mapping[str, Communicator]) -> list[Communicator]:
+    """Lanes that one after the other reach all data ranks, from the first one on, with tensors on the host."""
+    shards = lanes.get(CONTROL[0], lanes["gather"])
+    return [lanes[CONTROL[1]], shards] if CONTROL[1] in lanes else [shards]
 
 
 def shard_over(
@@ -123,7 +155,7 @@ def shard_over(
 ) -> ShardedOptimizer | PlainOptimizer:
     """``shard`` over what ``open_lanes`` returned. Raises ConfigError before any collective starts."""
     check_wrap(model, optimizer)
-    baseline_bytes = _allocated_bytes() - _param_bytes(model)
+    baseline_bytes = allocated_bytes() - _param_bytes(model)
     if not lanes:
         return PlainOptimizer(optimizer, config, baseline_bytes)
     check_fresh(optimizer)
@@ -182,8 +214,8 @@ def build(
         model: see ``shard``.
         optimizer: see ``shard``.
         config: see ``shard``.
-        lanes: a Communicator for each name in ``LANES``, and in ``REPLICA_LANES`` where there are replicas; one more
-            compares what the ranks launch on these.
+        lanes: a Communicator for each name in ``LANES``, in ``REPLICA_LANES`` where there are replicas, and in
+            ``CONTROL`` where the host needs its own; one more compares what the ranks launch on these.
         pool: where freed storage goes; None for a pool of its own.
     """
     plan = find_units(model, config.units)
@@ -196,16 +228,18 @@ def build(
     gather = lanes["gather"]
     layouts = _plan_layouts(plan, entries, config, gather.nranks)
     status = Status.SHARDED if config.stage == 3 else Status.READY
-    place = BufferPlace(gather.rank, gather, pool or StoragePool(), not config.reshards_after_step, status)
+    on_device = current_device().has_streams
+    pool = pool or (DevicePool() if on_device else StoragePool())
+    place = BufferPlace(gather.rank, gather, pool, not config.reshards_after_step, status)
     buffers = [FusedCommBuffer(layout, _members(layout, entries), place) for layout in layouts]
     replicate = lanes.get("replicate")
     n_replicas = replicate.nranks if replicate is not None else 1
     arena = GradientArena(layouts, config.gradient_divisor(gather.nranks * n_replicas), n_replicas)
-    timeline = Timeline(config.timeline)
+    timeline = Timeline(config.timeline, on_device=on_device)
     reducer = Reducer(
         buffers,
         arena,
-        lanes=ReduceLanes(lanes["reduce"], reach_everyone(lanes), replicate),
+        lanes=ReduceLanes(lanes["reduce"], control_lanes(lanes), replicate),
         rules=ReduceRules(
             config.reduce_overlap, config.stage == 1, _tied_buckets(layouts, entries), config.replicate_buffer_bytes
         ),
@@ -352,10 +386,6 @@ def _log_layout(layouts: Sequence[BucketLayout], gather: Communicator, n_replica
     for layout in layouts:
         name, dtype = layout.name, layout.dtype
         LOG.debug("bucket %s: %d parameters, %d elements of %s", name, len(layout.slots), layout.numel, dtype)
-
-
-def _allocated_bytes() -> int:
-    return int(core.host_memory_stat_current_value("Allocated", 0))
 
 
 def _param_bytes(model: nn.Layer) -> int:

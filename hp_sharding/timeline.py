@@ -1,8 +1,8 @@
 """Labelled spans of communication and waiting, and the numbers drawn from them. Costs a flag test when off.
 
 A span is (lane, label, start, end, bytes). Lanes are ``gather``, ``reduce`` and ``replicate`` for the collectives and
-``wait`` for the time in which the main thread did nothing but wait for one: that time is *exposed*. What is left of a
-step is compute.
+``wait`` for the time in which compute (the main thread, or its stream on a device) did nothing but wait for one: that
+time is *exposed*. What is left of a step is compute.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from .comm import Work
+    from .comm import Stall, Work
 
 
 class Span(NamedTuple):
@@ -68,14 +68,19 @@ class Timeline:
 
     A step lasts from the end of one ``optimizer.step()`` to the end of the next; the first one has no beginning and is
     not counted. Attributes: ``enabled``, ``steps`` (a ``StepTimes`` each) and ``spans`` of the last counted step.
+
+    Args:
+        enabled: see above.
+        on_device: compute runs on a device, which goes on while the host waits for another host.
     """
 
-    def __init__(self, enabled: bool) -> None:
+    def __init__(self, enabled: bool, *, on_device: bool = False) -> None:
         self.enabled = enabled
+        self._on_device = on_device
         self.steps: list[StepTimes] = []
         self.spans: list[Span] = []
         self._works: list[Work] = []
-        self._waits: list[Span] = []
+        self._stalls: list[Stall] = []
         self._step_start_s: float | None = None
 
     def watch(self, work: Work) -> Work:
@@ -85,27 +90,22 @@ class Timeline:
         return work
 
     def wait(self, work: Work) -> None:
-        """``work.wait()``, counted as exposed time."""
-        if not self.enabled:
+        """``work.wait()``, counted as exposed time for as long as compute stands still."""
+        if self.enabled and work.on_device == self._on_device:
+            work.timed_wait(self._stalls)
+        else:
             work.wait()
-            return
-        start_s = time.perf_counter()
-        try:
-            work.wait()
-        finally:
-            self._waits.append(Span("wait", work.label, start_s, time.perf_counter(), 0))
 
     def end_step(self) -> None:
         """Marks the end of ``optimizer.step()``. Works still under way count in the step in which they end."""
         if not self.enabled:
             return
         now_s = time.perf_counter()
-        spans = [*self._take_done(), *self._waits]
+        spans = [*self._take_done(), *self._take_stalls()]
         if self._step_start_s is not None:
             self.spans = spans
             self.steps.append(_sum_up(now_s - self._step_start_s, spans))
             del self.steps[:-MAX_STEPS]
-        self._waits = []
         self._step_start_s = now_s
 
     def summary(self) -> dict[str, float]:
@@ -130,6 +130,15 @@ class Timeline:
                 self._works.append(work)
             elif work.start_s is not None and work.end_s is not None:
                 yield Span(work.lane, work.label, work.start_s, work.end_s, work.nbytes)
+
+    def _take_stalls(self) -> Iterable[Span]:
+        stalls, self._stalls = self._stalls, []
+        for stall in stalls:
+            start_s, end_s = stall.start_s, stall.end_s
+            if start_s is None or end_s is None:
+                self._stalls.append(stall)
+            else:
+                yield Span("wait", stall.label, start_s, end_s, 0)
 
 
 def _sum_up(step_s: float, spans: Iterable[Span]) -> StepTimes:

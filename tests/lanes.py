@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 
 import paddle
 
-from hp_sharding.broadcast import broadcast_state
-from hp_sharding.comm import Communicator, Work, create_communicators, fingerprint
+from hp_sharding.comm import Communicator, Work, fingerprint
 from hp_sharding.comm.memory import bytes_of
 from hp_sharding.config import ShardingConfig
 from hp_sharding.optimizer import ShardedOptimizer
-from hp_sharding.sharding import LANES, REPLICA_LANES, build, reach_everyone
+from hp_sharding.sharding import Grid, broadcast_model, build, connect
 from tests.fakes import PoisoningPool
 
 DELAY_S = 0.0008
@@ -141,7 +140,7 @@ def wrap(
         settings: those of ``ShardingConfig``.
     """
     lanes = real_lanes(nranks, n_replicas)
-    broadcast_state(model, *reach_everyone(lanes))
+    broadcast_model(model, lanes)
     calls: list[Call] = []
     late = {name: LateLane(lane, calls, delay_s) if poison else lane for name, lane in lanes.items()}
     late[fingerprint.LANE] = lanes[fingerprint.LANE]
@@ -158,10 +157,8 @@ def real_lanes(nranks: int, n_replicas: int = 1) -> dict[str, Communicator]:
         degree = nranks // n_replicas
         me = paddle.distributed.get_rank()
         first = me - me % degree
-        lanes = create_communicators(range(first, first + degree), [*LANES, fingerprint.LANE], timeout_s=30)
-        if n_replicas > 1:
-            lanes |= create_communicators(range(me % degree, nranks, degree), REPLICA_LANES, timeout_s=30)
-        _lanes[nranks, n_replicas] = lanes
+        grid = Grid(list(range(first, first + degree)), list(range(me % degree, nranks, degree)))
+        _lanes[nranks, n_replicas] = connect(grid, timeout_s=30)
     gc.collect()
     return _lanes[nranks, n_replicas]
 

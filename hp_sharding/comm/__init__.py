@@ -8,23 +8,43 @@ from collections.abc import Iterable, Sequence
 import paddle
 
 from ..errors import ConfigError
-from .communicator import Communicator, Work
+from .communicator import Communicator, Stall, Work
+from .device import Device, allocated_bytes, current_device, host_tensor
 from .fingerprint import Fingerprint
 from .rendezvous import collision_free_groups
 
-__all__ = ["Communicator", "Fingerprint", "Work", "close_all", "collision_free_groups", "create_communicators"]
+__all__ = [
+    "Communicator",
+    "Device",
+    "Fingerprint",
+    "Stall",
+    "Work",
+    "allocated_bytes",
+    "close_all",
+    "collision_free_groups",
+    "create_communicators",
+    "current_device",
+    "host_tensor",
+]
 
 
 def create_communicators(
-    ranks: Sequence[int], lanes: Iterable[str], *, timeout_s: float = 300.0
+    ranks: Sequence[int],
+    lanes: Iterable[str],
+    *,
+    timeout_s: float = 300.0,
+    on_host: bool = False,
 ) -> dict[str, Communicator]:
-    """Makes one communicator for each lane. Collective over ``ranks``: all of them call it with the same arguments.
+    """Makes one communicator for each lane, for tensors on the current device.
+
+    Collective over ``ranks``: all of them call it with the same arguments.
 
     Args:
         ranks: global ranks in group order; this process's own among them.
         lanes: names of lanes, such as ``["gather", "reduce"]``; each runs its own collectives in order, beside the
             others.
         timeout_s: how long making them may take, and how long a collective waits for a late rank.
+        on_host: for tensors on CPU whatever the device is: what only the host reads need not wait for the device.
 
     Raises:
         ConfigError: wrong ranks or lanes, no parallel environment, or a device without support.
@@ -37,10 +57,12 @@ def create_communicators(
         from .local import LocalCommunicator
 
         return {name: LocalCommunicator(name, members) for name in names}
-    device = paddle.get_device()
-    if device != "cpu":
-        raise ConfigError(f"communicators for {device} are not there yet: only CPU is; set_device('cpu')")
     # Not for one rank: what these modules need of Paddle is missing where it was built without distributed support.
+    device = current_device()
+    if device.has_streams and not on_host:
+        from .stream_group import StreamGroup
+
+        return dict(StreamGroup(members, me, names, device=device, timeout_s=timeout_s).communicators)
     from .group import TcpGroup
 
     return dict(TcpGroup(members, me, names, timeout_s=timeout_s).communicators)
@@ -52,9 +74,10 @@ def close_all() -> None:
     What has not started is dropped and what is in flight is finished. Not a collective, but it ends the lanes of the
     other ranks as well.
     """
-    group = sys.modules.get(f"{__name__}.group")
-    if group is not None:
-        group.close_all()
+    for name in ("stream_group", "group"):
+        group = sys.modules.get(f"{__name__}.{name}")
+        if group is not None:
+            group.close_all()
 
 
 def _check(ranks: tuple[int, ...], lanes: list[str], me: int, timeout_s: float) -> None:

@@ -6,11 +6,27 @@ in the order in which they were started, in the background, and never blocks the
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import paddle
+
+
+class Stall:
+    """A wait for a collective, seen from what computes: the time in which it did nothing but wait.
+
+    Attributes:
+        label: what was waited for.
+        start_s: ``time.perf_counter()`` when compute had come so far; None before it is known.
+        end_s: ``time.perf_counter()`` when it could go on; None before it is known.
+    """
+
+    def __init__(self, label: str, start_s: float | None, end_s: float | None) -> None:
+        self.label = label
+        self.start_s = start_s
+        self.end_s = end_s
 
 
 class Work(ABC):
@@ -23,8 +39,10 @@ class Work(ABC):
         nbytes: bytes of the whole (unsharded) message.
         start_s: ``time.perf_counter()`` when the transfer itself began, None before that.
         end_s: ``time.perf_counter()`` when the result was in place, None before that.
+        on_device: whether it runs on a stream of a device, so that waiting for it holds up a stream and not the host.
     """
 
+    on_device: bool = False
     op: str
     label: str
     lane: str
@@ -36,7 +54,8 @@ class Work(ABC):
     def wait(self) -> None:
         """Returns once the result may be used by what the caller does next.
 
-        May be called any number of times.
+        On CPU that is when it is there. On a device what the caller does next is queued on the current stream, so that
+        stream is made to wait, and the host is not. May be called any number of times.
 
         Raises:
             CommError: the collective failed, outlasted ``timeout_s``, or a peer is gone.
@@ -44,7 +63,15 @@ class Work(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """True once ``wait()`` would return (or raise) at once. Never blocks."""
+        """True once the result is in place, or the collective has failed. Never blocks."""
+
+    def timed_wait(self, stalls: list[Stall]) -> None:
+        """``wait()``, which notes in ``stalls`` for how long it held compute up, also where it raises."""
+        start_s = time.perf_counter()
+        try:
+            self.wait()
+        finally:
+            stalls.append(Stall(self.label, start_s, time.perf_counter()))
 
 
 class Communicator(ABC):

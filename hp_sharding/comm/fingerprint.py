@@ -15,6 +15,7 @@ import paddle
 
 from ..errors import CommError
 from .communicator import Communicator, Work
+from .device import host_tensor
 
 LANE = "fingerprint"
 """The lane on which ranks compare: none of those that it looks at, which may be stuck where ranks differ."""
@@ -48,8 +49,8 @@ class Fingerprint:
             CommError: the ranks differ; names the first difference and who has it.
         """
         self._n_checks += 1
-        mine = paddle.to_tensor([_digest(lines) for lines in self._lines.values()], dtype="int64")
-        everyone = paddle.zeros([self._comm.nranks * mine.shape[0]], "int64")
+        mine = host_tensor([_digest(lines) for lines in self._lines.values()], "int64")
+        everyone = host_tensor(np.zeros(self._comm.nranks * mine.shape[0]), "int64")
         self._comm.all_gather(everyone, mine, label=f"fingerprint {self._n_checks}").wait()
         digests = everyone.numpy().reshape(self._comm.nranks, -1)
         differing = [lane for lane, column in zip(self._lines, digests.T, strict=True) if len(set(column)) > 1]
@@ -79,13 +80,13 @@ class Fingerprint:
     def _exchange(self, text: str) -> list[list[str]]:
         """Every rank's lines. Collective."""
         body = np.frombuffer(text.encode(), np.uint8)
-        lengths = paddle.zeros([self._comm.nranks], "int64")
-        self._comm.all_gather(lengths, paddle.to_tensor([len(body)]), label="lengths of lines").wait()
-        longest = max(int(lengths.max()), 1)
+        lengths = host_tensor(np.zeros(self._comm.nranks), "int64")
+        self._comm.all_gather(lengths, host_tensor([len(body)], "int64"), label="lengths of lines").wait()
+        longest = max(*lengths.tolist(), 1)
         padded = np.zeros(longest, np.uint8)
         padded[: len(body)] = body
-        bodies = paddle.zeros([self._comm.nranks * longest], "uint8")
-        self._comm.all_gather(bodies, paddle.to_tensor(padded), label="lines").wait()
+        bodies = host_tensor(np.zeros(self._comm.nranks * longest), "uint8")
+        self._comm.all_gather(bodies, host_tensor(padded, "uint8"), label="lines").wait()
         texts = bodies.numpy().reshape(self._comm.nranks, longest)
         return [
             row[:length].tobytes().decode().splitlines() for row, length in zip(texts, lengths.tolist(), strict=True)

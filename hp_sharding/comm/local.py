@@ -1,4 +1,7 @@
-"""A group of one: what it is asked to move is there already, or one copy away."""
+"""A group of one: what it is asked to move is there already, or one copy away, on CPU and on any device.
+
+On a device the copy is queued on the current stream, and is done as soon as it is: all that comes later there finds it.
+"""
 
 from __future__ import annotations
 
@@ -149,29 +152,54 @@ class LocalCommunicator(Communicator):
                 output.copy_(input, False)
             work.end_s = time.perf_counter()
             return work
-        target, source = bytes_of(output, nbytes), bytes_of(input, nbytes)
-
-        def copy() -> None:
-            if accumulate:
-                adder = Adder(element)
-                partial = np.zeros(output.shape[0], adder.partial)
-                adder.add_to_partial(partial, adder.stored(source))
-                adder.store(adder.stored(target), partial, accumulate=True)
-            elif target.ctypes.data != source.ctypes.data:
-                np.copyto(target, source)
-
-        work.start(copy, after, self._last)
+        on_host = not nbytes or output.place.is_cpu_place()
+        copy = _copy_on_host if on_host else _copy_on_device
+        work.start(copy(output, input, element, accumulate=accumulate), after, self._last)
         self._last = work
         return work
 
 
+def _copy_on_host(
+    output: paddle.Tensor, input: paddle.Tensor, element: ElementType, *, accumulate: bool
+) -> Callable[[], None]:
+    nbytes = output.shape[0] * element.item_bytes
+    target, source = bytes_of(output, nbytes), bytes_of(input, nbytes)
+
+    def copy() -> None:
+        if accumulate:
+            adder = Adder(element)
+            partial = np.zeros(len(source) // element.item_bytes, adder.partial)
+            adder.add_to_partial(partial, adder.stored(source))
+            adder.store(adder.stored(target), partial, accumulate=True)
+        elif target.ctypes.data != source.ctypes.data:
+            np.copyto(target, source)
+
+    return copy
+
+
+def _copy_on_device(
+    output: paddle.Tensor, input: paddle.Tensor, element: ElementType, *, accumulate: bool
+) -> Callable[[], None]:
+    """Queued on the current stream, like what comes before and after it."""
+    numel = output.shape[0]
+    # Tensors of their own: what becomes of the caller's objects is their affair.
+    target, source = output._slice(0, numel), input._slice(0, numel)
+    wide = "float32" if element.storage.itemsize == 2 and element.partial == np.float32 else element.name
+
+    @paddle.no_grad()
+    def copy() -> None:
+        if accumulate:
+            target.copy_((target.astype(wide) + source.astype(wide)).astype(element.name), False)
+        elif target.data_ptr() != source.data_ptr():
+            target.copy_(source, False)
+
+    return copy
+
+
 def _element(op: str, tensor: paddle.Tensor) -> ElementType:
     element = ELEMENT_TYPES.get(tensor.dtype)
-    if element is None or len(tensor.shape) != 1 or not tensor.is_contiguous() or not tensor.place.is_cpu_place():
-        raise ConfigError(
-            f"{op} takes contiguous, one-dimensional CPU tensors, not {tensor.dtype} of shape {tensor.shape} on "
-            f"{tensor.place}"
-        )
+    if element is None or len(tensor.shape) != 1 or not tensor.is_contiguous():
+        raise ConfigError(f"{op} takes contiguous, one-dimensional tensors, not {tensor.dtype} of shape {tensor.shape}")
     if op in ("reduce_scatter", "all_reduce") and element.partial is None:
         raise ConfigError(f"{op} cannot add up {element.name}")
     return element

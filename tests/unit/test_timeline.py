@@ -162,7 +162,7 @@ def test_off_it_only_waits(clock: _Clock) -> None:
     line.end_step()
     line.end_step()
     assert clock.now_s == pytest.approx(100.005)
-    assert (line.steps, line.spans, line._works, line._waits) == ([], [], [], [])
+    assert (line.steps, line.spans, line._works, line._stalls) == ([], [], [], [])
     assert set(line.summary().values()) == {0.0}
     with pytest.raises(CommError):
         line.wait(_Work(clock, error=True))

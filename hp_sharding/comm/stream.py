@@ -1,0 +1,410 @@
+"""Collectives on streams of a device: NCCL, BKCL, and whatever a custom device brings.
+
+A lane has a process group of Paddle's, for the communicator in it, and a stream of its own. A collective is queued like
+this, and the host goes on at once:
+
+1. the lane's stream waits for the current one as it is now: what is computed before is there to be sent, and what has
+   read the memory that will be written is over;
+2. it waits for the work that the collective is to follow, if there is one. Compute does not wait for that;
+3. the collective runs on it, as "calculation" with the lane's stream as the current one. (Paddle would otherwise use
+   a stream that nobody can reach, and whose collectives only the current stream can be made to wait for);
+4. so does what has to be computed before its result is one;
+5. an event is recorded. It is what waits for the work wait for.
+
+Nothing is left to Paddle to keep alive. A work holds the memory that it touches until the stream from which it was
+started has been made to wait for it: memory freed after that goes to whatever this stream does later, which is after
+the collective. Where nobody waits, it is held until it is seen done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import paddle
+from paddle.base import core
+
+from ..errors import CommError, ConfigError
+from .communicator import Communicator, Stall, Work
+from .device import Device, same_stream
+from .watch import Watcher
+
+_SUM = core.ReduceOp.SUM
+_NARROW = (paddle.float16, paddle.bfloat16)
+_NATIVE = (paddle.float32, paddle.float64, *_NARROW, paddle.int32, paddle.int64, paddle.uint8, paddle.int8)
+"""What communication libraries can add up. Anything else is copied as bytes."""
+_RUNTIME_ERRORS = (RuntimeError, OSError, ValueError, SystemError)
+"""What Paddle makes of an error of the device or of its communication library."""
+
+_Temporaries = Sequence[paddle.Tensor]
+"""What was allocated on the lane's stream while it was the current one."""
+
+
+class Message(NamedTuple):
+    """What a collective is called: see the attributes of ``Work``."""
+
+    op: str
+    label: str
+    lane: str
+    nbytes: int
+
+
+class StreamWork(Work):
+    """A collective on a stream. ``wait()`` makes the current stream wait.
+
+    ``end_s`` is when it was first seen done; ``start_s`` when its lane first was seen at it. Both are exact to the
+    interval at which the watcher looks.
+    """
+
+    on_device = True
+
+    def __init__(self, message: Message, watcher: Watcher, rank: int) -> None:
+        self.op, self.label, self.lane, self.nbytes = message
+        self.start_s: float | None = None
+        self.end_s: float | None = None
+        self.issued_s = time.perf_counter()
+        self._watcher = watcher
+        self._rank = rank
+        self._failure: str | None = None
+        self._held: list[Any] = []
+        self._home: Any = None
+        self._begun: Any = None
+        self._ended: Any = None
+        self._previous: StreamWork | None = None
+
+    def wait(self) -> None:
+        """See ``Work``."""
+        if self._failure is not None:
+            self._watcher.tell()
+            raise self.error(self._failure)
+        if self.end_s is not None:
+            return
+        stream = paddle.device.current_stream()
+        with self.errors_translated():
+            stream.wait_event(self._ended)
+        if self._held and same_stream(stream, self._home):
+            # Memory that is freed from now on goes to what this stream does after the collective.
+            self._held = []
+
+    def timed_wait(self, stalls: list[Stall]) -> None:
+        """See ``Work``."""
+        self._watcher.look_closely()
+        stall = StreamStall(self.label)
+        stalls.append(stall)
+        try:
+            self.wait()
+        finally:
+            stall.end()
+            self._watcher.add(stall)
+
+    def done(self) -> bool:
+        """See ``Work``."""
+        if self.end_s is not None or self._failure is not None:
+            return True
+        with self.errors_translated():
+            if self.start_s is None and self._begun.query():
+                if self._previous is not None:
+                    self._previous.done()  # it is, and has its time before this one
+                self._previous = None
+                self.start_s = time.perf_counter()
+            if not self._ended.query():
+                return False
+        self.end_s = time.perf_counter()
+        self._held = []
+        return True
+
+    def begin(self, home: Any, previous: StreamWork | None) -> None:
+        """It is about to be queued behind ``previous``, from the stream ``home``, whose memory it will touch."""
+        self._home = home
+        self._previous = None if previous is None or previous.end_s is not None else previous
+        self._begun = paddle.device.Event()
+        self._ended = paddle.device.Event()
+
+    def hold(self, tensors: Sequence[paddle.Tensor]) -> None:
+        """Keeps their memory alive, whatever becomes of the objects."""
+        for tensor in tensors:
+            holder = core.DenseTensor()
+            holder._share_data_with(tensor.get_tensor())
+            self._held.append(holder)
+
+    def mark_begin(self, lane: Any) -> None:
+        """All that it waits for has been queued on its lane."""
+        self._begun.record(lane)
+
+    def mark_end(self, lane: Any) -> None:
+        """All of it has been queued on its lane."""
+        self._ended.record(lane)
+
+    def fail(self, reason: str) -> None:
+        """Makes it failed. Its memory stays with it: the device may be at it still."""
+        self._failure = reason
+
+    def describe(self) -> str:
+        """Names it, for a report."""
+        return f"{self.op} of {self.label!r} on lane {self.lane!r}"
+
+    def error(self, reason: str, *, peer: int | None = None) -> CommError:
+        """What to raise where it fails."""
+        text = f"rank {self._rank}: {self.describe()} failed: {reason}"
+        return CommError(text, op=self.op, label=self.label, lane=self.lane, rank=self._rank, peer=peer)
+
+    @contextmanager
+    def errors_translated(self) -> Iterator[None]:
+        """Raises what goes wrong in Paddle as a CommError that names this work."""
+        try:
+            yield
+        except CommError:
+            raise
+        except _RUNTIME_ERRORS as error:
+            raise self.error(f"the device or its communication library says: {error}") from error
+
+
+class StreamStall(Stall):
+    """What the current stream does not do because it waits; seen by events on both sides of the wait."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__(label, None, None)
+        self.issued_s = time.perf_counter()
+        self._before = paddle.device.Event()
+        self._after: Any = None
+        self._before.record()
+        # Where compute is not ahead of the device the stall begins now, and nobody need look for it.
+        self.done()
+
+    def end(self) -> None:
+        """The wait has been queued."""
+        after = paddle.device.Event()
+        after.record()
+        # Only now: an event that has not been recorded says that it is reached.
+        self._after = after
+        self.done()
+
+    def done(self) -> bool:
+        """Part of ``Watched``: whether it is over."""
+        if self.start_s is None and self._before.query():
+            self.start_s = time.perf_counter()
+        if self.end_s is None and self.start_s is not None and self._after is not None and self._after.query():
+            self.end_s = time.perf_counter()
+        return self.end_s is not None
+
+    def fail(self, reason: str) -> None:
+        """Part of ``Watched``."""
+
+    def describe(self) -> str:
+        """Part of ``Watched``."""
+        return f"the wait for {self.label!r}"
+
+
+class StreamCommunicator(Communicator):
+    """One lane on a device. Made by ``create_communicators``.
+
+    Sums: float32, float64, float16, bfloat16, int32, int64, uint8, int8. Copies: every dtype. 16-bit sums are formed in
+    float32: over two ranks that is what a library does, beyond that the pieces themselves travel to where they are
+    added up. ``after`` may be a work of any lane of the device; where only the host can wait for it, the host does.
+
+    Args:
+        lane: see ``Communicator``.
+        ranks: see ``Communicator``.
+        me: global rank.
+        group: Paddle's process group over these ranks, used by nobody else.
+        device: on which tensors must lie.
+        watcher: looks after the works of this set of ranks.
+    """
+
+    def __init__(
+        self, lane: str, ranks: tuple[int, ...], me: int, *, group: Any, device: Device, watcher: Watcher
+    ) -> None:
+        self.lane = lane
+        self.ranks = ranks
+        self.rank = ranks.index(me)
+        self._me = me
+        self._group = group
+        self._device = device
+        self._watcher = watcher
+        self._stream = paddle.device.Stream()
+        self._last: StreamWork | None = None
+        self._closed = False
+
+    def all_gather(
+        self, output: paddle.Tensor, input: paddle.Tensor, *, label: str = "", after: Work | None = None
+    ) -> Work:
+        """See ``Communicator``. Any dtype."""
+        nbytes = self._check("all_gather", output, input)
+        whole, part = _copyable(output), _copyable(input)
+
+        def run() -> _Temporaries:
+            self._group.all_gather_into_tensor_on_calc_stream(whole, part)
+            return []
+
+        return self._start("all_gather", run, [output, input], nbytes=nbytes, label=label, after=after)
+
+    def reduce_scatter(
+        self,
+        output: paddle.Tensor,
+        input: paddle.Tensor,
+        *,
+        label: str = "",
+        after: Work | None = None,
+        accumulate: bool = False,
+    ) -> Work:
+        """See ``Communicator``."""
+        nbytes = self._check("reduce_scatter", input, output)
+        self._check_sum("reduce_scatter", input)
+        exchanges = input.dtype in _NARROW and (accumulate or self.nranks > 2)
+        # Allocated here, for the stream on which all other memory is.
+        scratch = paddle.empty_like(input if exchanges else output) if exchanges or accumulate else output
+
+        def run() -> _Temporaries:
+            if exchanges:
+                held = [output] if accumulate else []
+                return self._sum_pieces(output, scratch, input, held)
+            self._group.reduce_scatter_tensor_on_calc_stream(scratch, input, _SUM)
+            if accumulate:
+                output.add_(scratch)
+            return []
+
+        touched = [output, input, scratch]
+        return self._start("reduce_scatter", run, touched, nbytes=nbytes, label=label, after=after)
+
+    def all_reduce(self, tensor: paddle.Tensor, *, label: str = "", after: Work | None = None) -> Work:
+        """See ``Communicator``."""
+        nbytes = self._check("all_reduce", tensor)
+        self._check_sum("all_reduce", tensor)
+        exchanges = tensor.dtype in _NARROW and self.nranks > 2
+        padded_numel = -(-tensor.shape[0] // self.nranks) * self.nranks
+        scratch = [paddle.zeros([padded_numel], tensor.dtype) for _ in range(2)] if exchanges else []
+
+        def run() -> _Temporaries:
+            if not exchanges:
+                self._group.all_reduce_on_calc_stream(tensor, _SUM)
+                return []
+            whole, pieces = scratch
+            own_numel = padded_numel // self.nranks
+            own = whole._slice(self.rank * own_numel, (self.rank + 1) * own_numel)
+            whole._slice(0, tensor.shape[0]).copy_(tensor, False)
+            temporaries = self._sum_pieces(own, pieces, whole)
+            self._group.all_gather_into_tensor_on_calc_stream(whole, own)
+            tensor.copy_(whole._slice(0, tensor.shape[0]), False)
+            return temporaries
+
+        return self._start("all_reduce", run, [tensor, *scratch], nbytes=nbytes, label=label, after=after)
+
+    def broadcast(self, tensor: paddle.Tensor, *, src: int, label: str = "", after: Work | None = None) -> Work:
+        """See ``Communicator``."""
+        nbytes = self._check("broadcast", tensor)
+        if not 0 <= src < self.nranks:
+            raise ConfigError(f"broadcast from group rank {src}: the group has ranks 0 to {self.nranks - 1}")
+        data = _copyable(tensor)
+
+        def run() -> _Temporaries:
+            self._group.broadcast_on_calc_stream(data, src)
+            return []
+
+        return self._start("broadcast", run, [tensor], nbytes=nbytes, label=label, after=after)
+
+    def close(self) -> None:
+        """Ends the lane: waits on the host for what is in flight. Safe to call twice."""
+        self._closed = True
+        if self._watcher.failure is None:
+            self._stream.synchronize()
+
+    def _start(
+        self,
+        op: str,
+        run: Callable[[], _Temporaries],
+        touched: Sequence[paddle.Tensor],
+        *,
+        nbytes: int,
+        label: str,
+        after: Work | None,
+    ) -> StreamWork:
+        work = StreamWork(Message(op, label, self.lane, nbytes), self._watcher, self._me)
+        self._check_open(work)
+        with work.errors_translated(), paddle.no_grad():
+            home = paddle.device.current_stream()
+            work.begin(home, self._last)
+            self._last = work
+            if nbytes:
+                work.hold(touched)
+            self._stream.wait_stream(home)
+            with paddle.device.stream_guard(self._stream):
+                if not self._follow(after, work):
+                    return work
+                work.mark_begin(self._stream)
+                if nbytes:
+                    work.hold(run())
+                work.mark_end(self._stream)
+        self._watcher.add(work)
+        return work
+
+    def _follow(self, after: Work | None, work: StreamWork) -> bool:
+        """Makes the lane wait for ``after``; False where that has failed, and then so has ``work``, and every lane."""
+        if after is None:
+            return True
+        try:
+            after.wait()
+        except CommError as error:
+            reason = f"the collective that it follows failed: {error}"
+            work.fail(reason)
+            self._watcher.fail(reason)
+            return False
+        return True
+
+    def _sum_pieces(
+        self, output: paddle.Tensor, pieces: paddle.Tensor, whole: paddle.Tensor, more: Sequence[paddle.Tensor] = ()
+    ) -> _Temporaries:
+        """Sends each rank its piece of ``whole``, and sums up those that come, and ``more``, rounding once.
+
+        In float32, in the order of ranks. ``output`` may lie in ``whole``.
+        """
+        numel = whole.shape[0] // self.nranks
+        sizes = [numel] * self.nranks
+        self._group.all_to_all_single_on_calc_stream(pieces, whole, sizes, sizes)
+        terms = [pieces._slice(rank * numel, (rank + 1) * numel) for rank in range(self.nranks)]
+        wide = [term.cast("float32") for term in (*terms, *more)]
+        for term in wide[1:]:
+            wide[0].add_(term)
+        rounded = wide[0].cast(output.dtype)
+        output.copy_(rounded, False)
+        return [*wide, rounded]
+
+    def _check_open(self, work: StreamWork) -> None:
+        if self._watcher.failure is not None:
+            self._watcher.tell()
+            raise work.error(self._watcher.failure)
+        if self._closed:
+            raise work.error("this rank has closed the lane")
+
+    def _check(self, op: str, whole: paddle.Tensor, part: paddle.Tensor | None = None) -> int:
+        """Bytes of the whole."""
+        for tensor in (whole, part):
+            if tensor is not None:
+                self._check_tensor(op, tensor)
+        numel = whole.shape[0]
+        if part is not None and (part.dtype != whole.dtype or part.shape[0] * self.nranks != numel):
+            raise ConfigError(
+                f"rank {self._me}, lane {self.lane!r}: {op} over {self.nranks} ranks got {numel} elements of "
+                f"{whole.dtype} and {part.shape[0]} of {part.dtype}; one must be {self.nranks} times the other, of one "
+                "dtype"
+            )
+        return int(numel * whole.element_size())
+
+    def _check_tensor(self, op: str, tensor: paddle.Tensor) -> None:
+        fits = len(tensor.shape) == 1 and tensor.is_contiguous()
+        # Without elements it has no memory, and so no place.
+        if not fits or (tensor.shape[0] and not self._device.holds(tensor)):
+            raise ConfigError(
+                f"rank {self._me}, lane {self.lane!r}: {op} takes contiguous, one-dimensional tensors on "
+                f"{self._device.name}, not {tensor.dtype} of shape {list(tensor.shape)} on {tensor.place}"
+            )
+
+    def _check_sum(self, op: str, tensor: paddle.Tensor) -> None:
+        if tensor.dtype not in _NATIVE:
+            raise ConfigError(f"rank {self._me}, lane {self.lane!r}: {op} cannot add up {tensor.dtype}")
+
+
+def _copyable(tensor: paddle.Tensor) -> paddle.Tensor:
+    """The same memory, of a type that every library can move."""
+    return tensor if tensor.dtype in _NATIVE or not tensor.shape[0] else tensor.view("uint8")

@@ -1,0 +1,125 @@
+"""All lanes over one set of ranks on a device: how their communicators are made, and how they end."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import paddle
+
+from ..errors import CommError, ConfigError
+from .device import Device
+from .rendezvous import default_store, exchange
+from .stream import StreamCommunicator
+from .watch import Watcher
+
+_log = logging.getLogger("hp_sharding")
+_FIRST_ID = 1 << 20
+"""Of our groups. Paddle counts its own from 0, and a communicator is found by its group's number alone."""
+_COUNTER = "hp_sharding/stream_groups"
+_FLIGHT_S = 40.0
+"""At the end, for what is in flight."""
+_groups: list[StreamGroup] = []
+
+
+class StreamGroup:
+    """The lanes of one call of ``create_communicators``; they fail together.
+
+    Args:
+        ranks: global ranks in order.
+        me: this process's global rank.
+        lanes: names of the lanes.
+        device: what they run on.
+        timeout_s: for making them, and for every collective.
+    """
+
+    def __init__(
+        self, ranks: tuple[int, ...], me: int, lanes: Sequence[str], *, device: Device, timeout_s: float
+    ) -> None:
+        self._ranks = ranks
+        self._me = me
+        self._closing = threading.Lock()
+        self._closed = False
+        default_store()
+        # The device is set up by the stream that computes, before any of ours.
+        paddle.device.current_stream()
+        first_id = self._agree_on_ids(len(lanes), timeout_s)
+        self._watcher = Watcher(
+            f"rank {me}, lanes {', '.join(lanes)} over ranks {list(ranks)}",
+            timeout_s=timeout_s,
+            prepare=lambda: paddle.set_device(device.name),
+        )
+        self.communicators = {
+            lane: StreamCommunicator(
+                lane,
+                ranks,
+                me,
+                group=self._connect(device, first_id + number),
+                device=device,
+                watcher=self._watcher,
+            )
+            for number, lane in enumerate(lanes)
+        }
+        self._warm_up()
+        _remember(self)
+
+    def close(self) -> None:
+        """Waits for what is in flight, and ends all lanes. Not a collective. May be called again."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        if not self._watcher.drain(_FLIGHT_S):
+            _log.warning("rank %d: lanes over ranks %s are left with collectives under way", self._me, self._ranks)
+            self._watcher.fail("the lanes were closed while it was under way")
+        for comm in self.communicators.values():
+            comm.close()
+        self._watcher.stop()
+
+    def _agree_on_ids(self, n_lanes: int, timeout_s: float) -> int:
+        """Numbers that no other group of this job has; the same on all ranks."""
+        mine: dict[str, Any] = {}
+        if self._me == self._ranks[0]:
+            mine["first_id"] = _FIRST_ID + default_store().add(_COUNTER, n_lanes) - n_lanes
+        return int(exchange(mine, ranks=self._ranks, me=self._me, timeout_s=timeout_s)[self._ranks[0]]["first_id"])
+
+    def _connect(self, device: Device, number: int) -> Any:
+        make = paddle.distributed.collective._new_process_group_impl
+        rank = self._ranks.index(self._me)
+        try:
+            return make(device.backend, default_store(), rank, len(self._ranks), f"hp_{number}", None, group_id=number)
+        except (RuntimeError, OSError, ValueError, SystemError, AttributeError) as error:
+            raise ConfigError(
+                f"rank {self._me}: no {device.backend} group on {device.name}: {error}. This build of Paddle must have "
+                f"distributed support for {device.kind}"
+            ) from error
+
+    def _warm_up(self) -> None:
+        """Paddle connects a communicator in its first collective, which blocks: not in the first step, then."""
+        for comm in self.communicators.values():
+            total = paddle.ones([1], "float32")
+            comm.all_reduce(total, label="first of its lane").wait()
+            if float(total[0]) != len(self._ranks):
+                raise CommError(
+                    f"rank {self._me}: the first sum on lane {comm.lane!r} over ranks {list(self._ranks)} is "
+                    f"{float(total[0])}, expected {len(self._ranks)}: the communication library of this device does "
+                    "not work. Run python -m hp_sharding doctor",
+                    op="create_communicators",
+                    lane=comm.lane,
+                    rank=self._me,
+                )
+
+
+def close_all() -> None:
+    """Closes every group that this process still has."""
+    while _groups:
+        _groups.pop().close()
+
+
+def _remember(group: StreamGroup) -> None:
+    if not _groups:
+        atexit.register(close_all)
+    _groups.append(group)
