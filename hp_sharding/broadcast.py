@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import paddle
 
+from .comm import current_device
 from .errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,9 +48,12 @@ def broadcast_state(model: paddle.nn.Layer, *communicators: Communicator) -> Non
 
 @paddle.no_grad()
 def _broadcast_over(model: paddle.nn.Layer, communicator: Communicator) -> None:
+    device = current_device()
     under_way = []
     for name, tensor in _state(model):
         flat = tensor.detach().reshape([-1])
+        if not device.holds(flat):
+            flat = flat._copy_to(device.place, True)
         # The label holds the shape, so that models that differ in it alone are told apart by the communicator.
         work = communicator.broadcast(flat, src=0, label=f"{name}{list(tensor.shape)}")
         under_way.append((tensor, flat, work))
@@ -59,7 +63,8 @@ def _broadcast_over(model: paddle.nn.Layer, communicator: Communicator) -> None:
 
 def _finish(tensor: paddle.Tensor, flat: paddle.Tensor, work: Work) -> None:
     work.wait()
-    # Paddle reshapes a 0-d or a transposed tensor into a copy, anything else into a view.
+    # Paddle reshapes a 0-d or a transposed tensor into a copy, anything else into a view; and a buffer may lie on the
+    # host while the model is on a device.
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.reshape(tensor.shape), True)
 

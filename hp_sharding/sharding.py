@@ -119,20 +119,11 @@ def connect(grid: Grid, *, timeout_s: float) -> dict[str, Communicator]:
     """The lanes that ``build`` needs. Collective."""
     debug = [fingerprint.LANE] if fingerprint.is_wanted() else []
     control = [CONTROL[0]] if current_device().has_streams else []
-    lanes = _connect(grid.shard, LANES, [*control, *debug], timeout_s=timeout_s)
+    lanes = create_communicators(grid.shard, LANES, host_lanes=[*control, *debug], timeout_s=timeout_s)
     if len(grid.replicate) > 1:
-        lanes |= _connect(grid.replicate, REPLICA_LANES, [CONTROL[1]], timeout_s=timeout_s)
+        host_lanes = [CONTROL[1]]
+        lanes |= create_communicators(grid.replicate, REPLICA_LANES, host_lanes=host_lanes, timeout_s=timeout_s)
     return lanes
-
-
-def _connect(
-    ranks: Sequence[int], lanes: Sequence[str], host_lanes: Sequence[str], *, timeout_s: float
-) -> dict[str, Communicator]:
-    """Lanes for tensors on the device, and lanes for the host: on CPU they are of one kind."""
-    if not current_device().has_streams:
-        return create_communicators(ranks, [*lanes, *host_lanes], timeout_s=timeout_s)
-    made = create_communicators(ranks, host_lanes, timeout_s=timeout_s, on_host=True) if host_lanes else {}
-    return made | create_communicators(ranks, lanes, timeout_s=timeout_s)
 
 
 def broadcast_model(model: nn.Layer, lanes: Mapping[str, Communicator]) -> None:
@@ -186,6 +177,13 @@ def check_wrap(model: nn.Layer, optimizer: paddle.optimizer.Optimizer) -> None:
         raise ConfigError(
             f"the optimizer holds {len(foreign)} of {len(params)} parameters that the model does not have, such as "
             f"'{foreign[0]}'. Make the optimizer with parameters of the model that is wrapped"
+        )
+    device = current_device()
+    elsewhere = [param for param in params if param._is_initialized() and param.size and not device.holds(param)]
+    if elsewhere:
+        raise ConfigError(
+            f"parameter '{names[id(elsewhere[0])]}' lies on {elsewhere[0].place}, but this process computes on "
+            f"{device.name}. Build the model after paddle.set_device, or after fleet.init, which sets the device"
         )
     strange = [param for param in params if not param.stop_gradient and _dtype(param) not in DTYPES]
     if strange:
@@ -379,8 +377,8 @@ def _log_layout(layouts: Sequence[BucketLayout], gather: Communicator, n_replica
         return
     total_mb = sum(layout.nbytes for layout in layouts) / 2**20
     LOG.info(
-        "stage %d over %d ranks x %d replicas: %d buckets, %.1f MB, all-gather overlap %s, reduce overlap %s",
-        config.stage, gather.nranks, n_replicas, len(layouts), total_mb,
+        "stage %d over %d ranks x %d replicas on %s: %d buckets, %.1f MB, all-gather overlap %s, reduce overlap %s",
+        config.stage, gather.nranks, n_replicas, current_device().name, len(layouts), total_mb,
         config.allgather_overlap, config.reduce_overlap,
     )  # fmt: skip
     for layout in layouts:

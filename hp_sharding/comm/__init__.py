@@ -32,40 +32,44 @@ def create_communicators(
     ranks: Sequence[int],
     lanes: Iterable[str],
     *,
+    host_lanes: Iterable[str] = (),
     timeout_s: float = 300.0,
-    on_host: bool = False,
 ) -> dict[str, Communicator]:
-    """Makes one communicator for each lane, for tensors on the current device.
+    """Makes one communicator for each lane.
 
     Collective over ``ranks``: all of them call it with the same arguments.
 
     Args:
         ranks: global ranks in group order; this process's own among them.
-        lanes: names of lanes, such as ``["gather", "reduce"]``; each runs its own collectives in order, beside the
-            others.
+        lanes: names of lanes, such as ``["gather", "reduce"]``, for tensors on the current device; each runs its own
+            collectives in order, beside the others.
+        host_lanes: names of lanes for tensors on CPU, wherever the others are: what only the host reads need not wait
+            for a device.
         timeout_s: how long making them may take, and how long a collective waits for a late rank.
-        on_host: for tensors on CPU whatever the device is: what only the host reads need not wait for the device.
 
     Raises:
         ConfigError: wrong ranks or lanes, no parallel environment, or a device without support.
         CommError: a rank has not come in time.
     """
-    members, names = tuple(ranks), list(lanes)
+    members, names, host_names = tuple(ranks), list(lanes), list(host_lanes)
     me = paddle.distributed.get_rank()
-    _check(members, names, me, timeout_s)
+    _check(members, [*names, *host_names], me, timeout_s)
     if len(members) == 1:
         from .local import LocalCommunicator
 
-        return {name: LocalCommunicator(name, members) for name in names}
+        return {name: LocalCommunicator(name, members) for name in [*names, *host_names]}
     # Not for one rank: what these modules need of Paddle is missing where it was built without distributed support.
-    device = current_device()
-    if device.has_streams and not on_host:
-        from .stream_group import StreamGroup
-
-        return dict(StreamGroup(members, me, names, device=device, timeout_s=timeout_s).communicators)
     from .group import TcpGroup
 
-    return dict(TcpGroup(members, me, names, timeout_s=timeout_s).communicators)
+    device = current_device()
+    if not device.has_streams or not names:
+        return dict(TcpGroup(members, me, [*names, *host_names], timeout_s=timeout_s).communicators)
+    from .stream_group import StreamGroup
+
+    control = TcpGroup(members, me, host_names or ["control"], timeout_s=timeout_s)
+    streams = StreamGroup(members, me, names, device=device, control=control, timeout_s=timeout_s)
+    on_host = control.communicators if host_names else {}
+    return {**streams.communicators, **on_host}
 
 
 def close_all() -> None:

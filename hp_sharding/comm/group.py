@@ -79,6 +79,15 @@ class TcpGroup:
             if self in _groups:
                 _groups.remove(self)
 
+    def failure(self) -> Cause | None:
+        """Why no lane goes on: a peer is gone, say. None while all is well, and where peers left in order."""
+        return self._agreement.broken
+
+    def departure(self) -> Cause | None:
+        """Who has left a lane, in order or not; None while everybody is there."""
+        found = (self._agreement.refusal(lane) for lane in self.communicators)
+        return next((cause for cause in found if cause is not None), None)
+
     def is_of_this_process(self) -> bool:
         """False in a process that was forked from the one that made the group."""
         return self._pid == os.getpid()

@@ -35,6 +35,7 @@ _SUM = core.ReduceOp.SUM
 _NARROW = (paddle.float16, paddle.bfloat16)
 _NATIVE = (paddle.float32, paddle.float64, *_NARROW, paddle.int32, paddle.int64, paddle.uint8, paddle.int8)
 """What communication libraries can add up. Anything else is copied as bytes."""
+_HIGH_PRIORITY = 1
 _RUNTIME_ERRORS = (RuntimeError, OSError, ValueError, SystemError)
 """What Paddle makes of an error of the device or of its communication library."""
 
@@ -223,7 +224,8 @@ class StreamCommunicator(Communicator):
         self._group = group
         self._device = device
         self._watcher = watcher
-        self._stream = paddle.device.Stream()
+        # Compute waits for what is sent, so its few kernels go first where both want the device.
+        self._stream = paddle.device.Stream(priority=_HIGH_PRIORITY)
         self._last: StreamWork | None = None
         self._closed = False
 

@@ -12,6 +12,7 @@ import paddle
 
 from ..errors import CommError, ConfigError
 from .device import Device
+from .group import TcpGroup
 from .rendezvous import default_store, exchange
 from .stream import StreamCommunicator
 from .watch import Watcher
@@ -33,11 +34,19 @@ class StreamGroup:
         me: this process's global rank.
         lanes: names of the lanes.
         device: what they run on.
+        control: connections between the hosts of the same ranks: it hears at once when one is gone.
         timeout_s: for making them, and for every collective.
     """
 
     def __init__(
-        self, ranks: tuple[int, ...], me: int, lanes: Sequence[str], *, device: Device, timeout_s: float
+        self,
+        ranks: tuple[int, ...],
+        me: int,
+        lanes: Sequence[str],
+        *,
+        device: Device,
+        control: TcpGroup,
+        timeout_s: float,
     ) -> None:
         self._ranks = ranks
         self._me = me
@@ -50,6 +59,7 @@ class StreamGroup:
         self._watcher = Watcher(
             f"rank {me}, lanes {', '.join(lanes)} over ranks {list(ranks)}",
             timeout_s=timeout_s,
+            control=control,
             prepare=lambda: paddle.set_device(device.name),
         )
         self.communicators = {

@@ -2,7 +2,8 @@
 
 Nobody waits on the host for a collective on a stream, so nobody on the host notices when one hangs: the program goes on
 until it reads a value, and stays there, inside the device's runtime, where no exception reaches it. A thread of its own
-asks from time to time instead.
+asks from time to time instead. It asks the control connections between the hosts as well, which hear at once when a
+process is gone: then nobody waits for ``timeout_s``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ..errors import CommError
+from .agreement import Cause
 
 _log = logging.getLogger("hp_sharding")
 _CLOSE_S = 0.0002
@@ -41,23 +43,36 @@ class Watched(Protocol):
         """Names it, for a report."""
 
 
+class Control(Protocol):
+    """What the watcher asks the hosts' connections."""
+
+    def failure(self) -> Cause | None:
+        """Why nothing goes on any more."""
+
+    def departure(self) -> Cause | None:
+        """Who has left in order, or not."""
+
+
 class Watcher:
     """One thread for the lanes of one set of ranks.
 
     Args:
         who: names the rank and the group, for reports.
         timeout_s: after which a collective that has not ended makes all lanes fail.
+        control: knows which ranks are gone.
         prepare: called first in the thread.
 
     Attributes:
         failure: why all lanes have failed; None while they have not.
     """
 
-    def __init__(self, who: str, *, timeout_s: float, prepare: Callable[[], None]) -> None:
+    def __init__(self, who: str, *, timeout_s: float, control: Control, prepare: Callable[[], None]) -> None:
         self.failure: str | None = None
         self._who = who
         self._timeout_s = timeout_s
         self._interval_s = min(_IDLE_S, timeout_s / 4)
+        self._control = control
+        self._left_s: float | None = None
         self._prepare = prepare
         self._works: deque[Watched] = deque()
         self._wake = threading.Event()
@@ -109,6 +124,8 @@ class Watcher:
             self._wake.wait()
             # Cleared first: what is added from here on sets it again.
             self._wake.clear()
+            # Not at once: to wake up for every collective takes the interpreter from the thread that starts it.
+            time.sleep(self._interval_s)
             while self._look() and not self._stopped:
                 time.sleep(self._interval_s)
 
@@ -121,16 +138,28 @@ class Watcher:
                     self._works.append(work)
         except CommError as error:
             self.fail(str(error))
-        overdue = [work for work in self._works if time.perf_counter() - work.issued_s > self._timeout_s]
-        if overdue:
-            self._give_up(overdue)
+        if self._works:
+            reason = self._gone() or self._overdue()
+            if reason is not None:
+                self._give_up(f"{self._who}: {self._works[0].describe()} cannot end: {reason}")
         return bool(self._works)
 
-    def _give_up(self, overdue: list[Watched]) -> None:
-        text = (
-            f"{self._who}: {overdue[0].describe()} has not ended {self._timeout_s:g} s after it was started "
-            f"({len(self._works)} under way). Some rank has not started it, or is gone: look at the logs of the others"
-        )
+    def _gone(self) -> str | None:
+        failure, departure = self._control.failure(), self._control.departure()
+        if failure is not None:
+            return failure.text
+        if departure is None:
+            return None
+        # It may have done its part of what is under way before it left.
+        self._left_s = self._left_s or time.perf_counter()
+        return departure.text if time.perf_counter() - self._left_s > GRACE_S else None
+
+    def _overdue(self) -> str | None:
+        if time.perf_counter() - self._works[0].issued_s <= self._timeout_s:
+            return None
+        return f"it was started {self._timeout_s:g} s ago. Some rank has not started it: look at the logs of the others"
+
+    def _give_up(self, text: str) -> None:
         self.fail(text)
         _log.critical("%s", text)
         if self._told.wait(GRACE_S) or self._stopped:
