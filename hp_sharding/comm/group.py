@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from .agreement import Agreement, Cause
 from .links import TcpLinks
 from .peers import Door, Peers
-from .rendezvous import exchange, host_address
+from .rendezvous import exchange, host_address, ready_default_store
 from .tcp import TcpCommunicator
 
 _log = logging.getLogger("hp_sharding")
@@ -43,6 +43,7 @@ class TcpGroup:
         self._closing = threading.Lock()
         self._closed: set[str] = set()
         self._pid = os.getpid()
+        ready_default_store()
         self._peers = Peers(ranks, me, lanes=list(lanes), host=host_address(), key=secrets.token_bytes(32))
         self._agreement = Agreement(ranks, me, self._peers.tell)
         try:

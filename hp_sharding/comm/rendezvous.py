@@ -7,6 +7,7 @@ in the default store, under a key that no other group has. Our own communicators
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -16,7 +17,6 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import paddle
@@ -47,6 +47,16 @@ def default_store() -> Any:
             "call fleet.init(is_collective=True) or paddle.distributed.init_parallel_env() first"
         )
     return store
+
+
+def ready_default_store() -> None:
+    """Readies the store that this process serves, if it does, for the end: see ``_see_callers_leave``."""
+    first = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").partition(",")[0]
+    port = (os.environ.get("PADDLE_MASTER") or first).rpartition(":")[2]
+    if paddle.distributed.get_rank() == 0 and port.isdecimal():
+        # Nobody there: the store is served by another process, such as the launcher.
+        with contextlib.suppress(OSError):
+            _see_callers_leave(int(port))
 
 
 def host_address() -> str:
@@ -126,7 +136,7 @@ def _unmarked(store: Any, prefix: str, ranks: tuple[int, ...]) -> list[int]:
     return [rank for index, rank in enumerate(ranks) if not words[index // _BITS] >> (index % _BITS) & 1]
 
 
-@contextmanager
+@contextlib.contextmanager
 def collision_free_groups() -> Iterator[None]:
     """While active, Gloo groups that Paddle itself makes (``fleet.init``, ``new_group``) cannot collide.
 

@@ -36,6 +36,9 @@ _NARROW = (paddle.float16, paddle.bfloat16)
 _NATIVE = (paddle.float32, paddle.float64, *_NARROW, paddle.int32, paddle.int64, paddle.uint8, paddle.int8)
 """What communication libraries can add up. Anything else is copied as bytes."""
 _HIGH_PRIORITY = 1
+_FLIGHT_S = 40.0
+"""At the end, for what is in flight."""
+_POLL_S = 0.001
 _RUNTIME_ERRORS = (RuntimeError, OSError, ValueError, SystemError)
 """What Paddle makes of an error of the device or of its communication library."""
 
@@ -139,8 +142,9 @@ class StreamWork(Work):
         self._ended.record(lane)
 
     def fail(self, reason: str) -> None:
-        """Makes it failed. Its memory stays with it: the device may be at it still."""
-        self._failure = reason
+        """Makes it failed, unless it has ended. Its memory stays with it: the device may be at it still."""
+        if self.end_s is None:
+            self._failure = reason
 
     def describe(self) -> str:
         """Names it, for a report."""
@@ -307,10 +311,15 @@ class StreamCommunicator(Communicator):
         return self._start("broadcast", run, [tensor], nbytes=nbytes, label=label, after=after)
 
     def close(self) -> None:
-        """Ends the lane: waits on the host for what is in flight. Safe to call twice."""
+        """Ends the lane: waits on the host for what is in flight, but not for ever. Safe to call twice."""
         self._closed = True
-        if self._watcher.failure is None:
-            self._stream.synchronize()
+        deadline_s = time.monotonic() + _FLIGHT_S
+        # Not in the device's runtime, which keeps the interpreter for itself while it waits.
+        while self._last is not None and not self._last.done():
+            if time.monotonic() > deadline_s:
+                self._watcher.fail("its lane was closed, and it did not end")
+                break
+            time.sleep(_POLL_S)
 
     def _start(
         self,

@@ -102,15 +102,6 @@ class Watcher:
         while self._works:
             self._works.popleft().fail(self.failure)
 
-    def drain(self, timeout_s: float) -> bool:
-        """Waits until nothing is under way; False if something still is."""
-        deadline_s = time.monotonic() + timeout_s
-        while any(not work.done() for work in list(self._works)):
-            if time.monotonic() > deadline_s:
-                return False
-            time.sleep(0.001)
-        return True
-
     def stop(self) -> None:
         """Ends the thread."""
         self._stopped = True

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import REPO_ROOT, Outcome, machine_env
+from tests.harness import REPO_ROOT, Outcome, free_ports, machine_env
 from tests.soak import starts
 from tests.soak.starts import Came, Split, start_many
 
@@ -44,7 +44,14 @@ class Published:
     def set(self, key, value):
         print(value, flush=True)
 
-store = rendezvous._store_of_its_own(Published(), 0, "group")
+if sys.argv[2] == "group":
+    store = rendezvous._store_of_its_own(Published(), 0, "group")
+else:
+    from paddle.base import core
+
+    store = core.create_or_get_global_tcp_store()
+    rendezvous.ready_default_store()
+    print(f'["127.0.0.1", {{os.environ["PADDLE_MASTER"].partition(":")[2]}}]', flush=True)
 # Groups are held by globals of Paddle, and so are their stores: nobody ends them.
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
 sys.stdin.readline()
@@ -52,10 +59,11 @@ sys.exit({CODE})
 """
 
 
-def test_peers_may_leave_while_the_process_that_holds_their_store_ends() -> None:
+@pytest.mark.parametrize("kind", ["group", "default"])
+def test_peers_may_leave_while_the_process_that_holds_their_store_ends(kind: str) -> None:
     """One of them did so in 3 of 50 starts, and the process was aborted."""
     ending, signal = os.pipe()
-    with os.fdopen(ending, "rb") as reader, _start_holder(signal) as process:
+    with os.fdopen(ending, "rb") as reader, _start_holder(signal, kind) as process:
         os.close(signal)
         assert process.stdin is not None and process.stdout is not None
         published = next(line for line in process.stdout if line.startswith("["))
@@ -72,11 +80,11 @@ def test_peers_may_leave_while_the_process_that_holds_their_store_ends() -> None
 
 
 @contextlib.contextmanager
-def _start_holder(signal: int) -> Iterator[subprocess.Popen[str]]:
+def _start_holder(signal: int, kind: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", _HOLDS_A_STORE, str(signal)],
+        [sys.executable, "-c", _HOLDS_A_STORE, str(signal), kind],
         cwd=REPO_ROOT,
-        env={**os.environ, **machine_env()},
+        env={**os.environ, **machine_env(), "PADDLE_MASTER": f"127.0.0.1:{free_ports(1)[0]}"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
