@@ -23,6 +23,8 @@ pytestmark = pytest.mark.usefixtures("standin_device")
 
 _LATE = standin.Pace(latency_ms=50.0)
 _ISSUED_MS = 5.0
+_VERY_LATE = standin.Pace(latency_ms=250.0)  # for waits that are to be seen on a busy machine, too
+_WAITED_MS = 100.0
 _PIECE_NUMEL = (1 << 20) // 4 + 77  # more than is sent in one piece, and no multiple of anything
 
 
@@ -119,6 +121,8 @@ def _each_collective(rank: int, nranks: int, dtype: str) -> dict[str, Any]:
     dist.stream.all_gather(whole, own)
     part = paddle.zeros([_PIECE_NUMEL], dtype)
     dist.stream.reduce_scatter(part, _own(rank, nranks * _PIECE_NUMEL, dtype))
+    exchanged = paddle.zeros([nranks * _PIECE_NUMEL], dtype)
+    dist.stream.alltoall_single(exchanged, _own(rank, nranks * _PIECE_NUMEL, dtype))
     summed, sent, reduced = own.clone(), own.clone(), own.clone()
     dist.stream.all_reduce(summed)
     dist.stream.broadcast(sent, nranks - 1)
@@ -126,7 +130,7 @@ def _each_collective(rank: int, nranks: int, dtype: str) -> dict[str, Any]:
     received = paddle.zeros([_PIECE_NUMEL], dtype)
     _pass_on(rank, nranks, own, received)
     found = {"all_gather": whole, "reduce_scatter": part, "all_reduce": summed, "broadcast": sent, "reduce": reduced}
-    return {kind: _numpy(tensor) for kind, tensor in {**found, "message": received}.items()}
+    return {kind: _numpy(tensor) for kind, tensor in {**found, "all_to_all": exchanged, "message": received}.items()}
 
 
 def _pass_on(rank: int, nranks: int, own: paddle.Tensor, received: paddle.Tensor) -> None:
@@ -146,12 +150,13 @@ def _expected(rank: int, nranks: int) -> dict[str, npt.NDArray[Any]]:
     def own(of: int, numel: int = _PIECE_NUMEL) -> npt.NDArray[Any]:
         return ((np.arange(numel) * 7 + of * 13) % 31).astype(np.float32)
 
-    ranks = range(nranks)
+    ranks, piece = range(nranks), slice(rank * _PIECE_NUMEL, (rank + 1) * _PIECE_NUMEL)
     summed = sum((own(of) for of in ranks), np.zeros(_PIECE_NUMEL, np.float32))
-    whole = sum((own(of, nranks * _PIECE_NUMEL) for of in ranks), np.zeros(nranks * _PIECE_NUMEL, np.float32))
+    pieces = [own(of, nranks * _PIECE_NUMEL)[piece] for of in ranks]
     return {
         "all_gather": np.concatenate([own(of) for of in ranks]),
-        "reduce_scatter": whole[rank * _PIECE_NUMEL : (rank + 1) * _PIECE_NUMEL],
+        "reduce_scatter": sum(pieces, np.zeros(_PIECE_NUMEL, np.float32)),
+        "all_to_all": np.concatenate(pieces),
         "all_reduce": summed,
         "broadcast": own(nranks - 1),
         "reduce": summed if rank == 0 else own(rank),
@@ -172,6 +177,48 @@ def test_each_collective_in_each_dtype(nranks: int) -> None:
         for dtype, results in found.items():
             for kind, result in results.items():
                 np.testing.assert_array_equal(result, expected[kind], err_msg=f"{kind} of {dtype} on rank {rank}")
+
+
+def _exchange_unequal(rank: int, nranks: int) -> Any:
+    """Rank a sends a + 2b elements to rank b, so that rank 0 keeps none."""
+    device = standin.Device()
+    to_ranks, from_ranks = [rank + 2 * other for other in range(nranks)], [other + 2 * rank for other in range(nranks)]
+    given, taken = paddle.arange(sum(to_ranks)) + 100 * rank, paddle.zeros([sum(from_ranks)], "int64")
+    group = dist.communication.group._get_global_group().process_group
+    held = device.held_stream()
+    with paddle.device.stream_guard(held.stream):
+        task = group.all_to_all_single(taken, given, from_ranks, to_ranks, False)
+    stale = taken.numpy()
+    held.open()
+    task.wait()
+    return stale, taken.numpy(), device.collectives()["all_to_all"]
+
+
+def test_an_all_to_all_s_pieces_may_differ_in_size_and_arrive_later() -> None:
+    to_rank_1 = [0, 1, *range(101, 104), *range(202, 206)]
+    to_rank_2 = [*range(2, 6), *range(104, 109), *range(206, 212)]
+    expected = [[100, 200, 201], to_rank_1, to_rank_2]
+    for want, (stale, taken, progress) in zip(expected, on_device(_exchange_unequal, 3), strict=True):
+        np.testing.assert_array_equal(stale, np.zeros(len(want)))
+        np.testing.assert_array_equal(taken, want)
+        assert progress == (1, 1, 1)
+
+
+def _sum_in_turn(rank: int, nranks: int, dtype: str, values: list[list[float]]) -> Any:
+    own = paddle.to_tensor(values[rank]).astype(dtype)
+    part, summed = paddle.zeros([1], dtype), own.clone()
+    dist.stream.reduce_scatter(part, own)
+    dist.stream.all_reduce(summed)
+    return part.astype("float32").item(), summed.astype("float32").tolist()
+
+
+@pytest.mark.parametrize(("dtype", "large"), [("float16", 2048.0), ("bfloat16", 256.0), ("float32", 2048.0)])
+def test_sums_of_16_bits_are_rounded_after_each_rank_in_turn(dtype: str, large: float) -> None:
+    values = [[1.0, large, 1.0], [1.0, 1.0, large], [large, 1.0, 1.0]]
+    lost = 0.0 if dtype == "float32" else 2.0
+    expected = [large + 2.0, large + 2.0 - lost, large + 2.0 - lost]
+    for rank, (part, summed) in enumerate(on_device(_sum_in_turn, 3, dtype, values)):
+        assert (part, summed) == (expected[rank], expected)
 
 
 # ---- order ----
@@ -258,6 +305,121 @@ def test_events_are_reached_in_their_stream_s_order() -> None:
         assert late
         assert synchronized_ms < _ISSUED_MS
         np.testing.assert_array_equal(values, np.full(4, 2.0))
+
+
+def _work_on_the_side(rank: int, nranks: int) -> Any:
+    device = standin.Device()
+    own, part = paddle.full([4], rank + 1.0), paddle.zeros([2])
+    dist.stream.reduce_scatter(part, paddle.zeros([4]))
+    device.set_pace(_VERY_LATE)
+    compute, side, done = paddle.device.current_stream(), paddle.device.Stream("npu"), paddle.device.Event()
+    total, copied = paddle.full([2], 10.0), paddle.zeros([2])
+    waits = [device.host_waits()]
+    task = dist.stream.reduce_scatter(part, own, sync_op=False)
+    with paddle.device.stream_guard(side):
+        task.wait()
+        copied.copy_(part, False)
+        total.add_(part)
+        scaled = total * 2.0
+        rounded = scaled.cast("int32")
+        done.record(side)
+        waits.append(device.host_waits())
+        largest = part.max()
+        waits.append(device.host_waits())
+    compute.wait_event(done)
+    return [_numpy(one).tolist() for one in (total, copied, scaled, rounded, largest)], waits
+
+
+def test_a_kernel_on_a_stream_of_its_own_comes_after_what_the_stream_was_told_before() -> None:
+    for results, (before, queued, waited) in on_device(_work_on_the_side, 2):
+        assert results == [[13.0] * 2, [3.0] * 2, [26.0] * 2, [26.0] * 2, 3.0]
+        assert queued == before
+        assert waited.blocked == before.blocked
+        assert waited.kernel.blocked == before.kernel.blocked + 1
+        assert waited.kernel.ms > before.kernel.ms + _WAITED_MS
+
+
+def _drop_a_term(rank: int, nranks: int, keep: bool) -> Any:
+    paddle.set_device("npu")
+    total, term, held = paddle.zeros([4]), paddle.ones([4]), standin.Device().held_stream()
+    with paddle.device.stream_guard(held.stream):
+        total.add_(term)
+    kept, early = term if keep else None, total.numpy()
+    del term
+    held.open()
+    held.stream.synchronize()
+    del kept
+    return early, total.numpy()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_kernel_whose_turn_comes_late_reads_what_is_there_then(keep: bool) -> None:
+    early, late = on_device(_drop_a_term, 1, keep)[0]
+    np.testing.assert_array_equal(early, np.zeros(4))
+    np.testing.assert_array_equal(late, np.full(4, 1.0 if keep else np.nan))
+
+
+def _wait_behind_a_hold(rank: int, nranks: int) -> Any:
+    device = standin.Device()
+    values, side = paddle.ones([4]), paddle.device.Stream("npu")
+    dist.stream.all_reduce(values)
+    held = device.held_stream()
+    with paddle.device.stream_guard(side):
+        side.wait_event(held.event)
+        task = dist.stream.all_reduce(values, sync_op=False)
+    time.sleep(0.1)
+    early = held.event.query(), device.collectives()["all_reduce"]
+    held.open()
+    task.wait()
+    return early, (held.event.query(), device.collectives()["all_reduce"]), values.numpy()
+
+
+def test_what_waits_for_a_held_stream_begins_when_it_is_opened() -> None:
+    for early, late, values in on_device(_wait_behind_a_hold, 2):
+        assert (early, late) == ((False, (2, 1, 1)), (True, (2, 2, 2)))
+        np.testing.assert_array_equal(values, np.full(4, 4.0))
+
+
+def _never_open(rank: int, nranks: int, drop: bool) -> None:
+    paddle.set_device("npu")
+    held = standin.Device().held_stream()
+    event = held.event
+    if drop:
+        del held
+    event.synchronize()
+
+
+def test_a_held_stream_that_nobody_opens_ends_with_its_object_or_the_time_out() -> None:
+    assert on_device(_never_open, 1, True) == [None]
+    waiting = start(_never_open, 1, False, timeout_s=9.0)[0]
+    assert waiting.returncode == 70
+    assert "held back and not opened within 3.0" in waiting.output
+
+
+def _wait_in_each_way(rank: int, nranks: int) -> list[standin.HostWaits]:
+    device = standin.Device()
+    values, side, event = paddle.ones([4]), paddle.device.Stream("npu"), paddle.device.Event()
+    dist.stream.all_reduce(values)
+    device.set_pace(_VERY_LATE)
+    found = [device.host_waits()]
+    for wait in (side.synchronize, event.synchronize, paddle.device.synchronize, None):
+        task = dist.stream.all_reduce(values, sync_op=False)
+        with paddle.device.stream_guard(side):
+            if wait is not None:
+                task.wait()
+                event.record(side)
+        (wait or task.wait)()
+        found.append(device.host_waits())
+    return found
+
+
+def test_each_wait_of_the_host_is_counted_as_what_it_is() -> None:
+    for found in on_device(_wait_in_each_way, 2):
+        for turn, kind in enumerate(("stream", "event", "device", "compute")):
+            before, after = found[turn]._asdict(), found[turn + 1]._asdict()
+            assert [name for name in before if after[name].blocked > before[name].blocked] == [kind]
+            assert [name for name in before if after[name].ms > before[name].ms + _WAITED_MS] == [kind]
+        assert found[-1].blocked == found[0].blocked + 3
 
 
 def _drop_the_output(rank: int, nranks: int, keep: bool) -> int:

@@ -13,12 +13,24 @@ speed of any accelerator it says nothing.
 
 * ``why_missing``, ``built``: the plugin is built once for its source and compiler, and kept in a temporary folder.
 * ``Pace`` and ``environment``: what a collective takes, and the variables of a process that has the device.
-* ``Device``: inside such a process, the device's accounts, and another pace.
+* ``Device``: inside such a process, the device's accounts, how far its collectives are, when the host waited, another
+  pace, and a ``HeldStream`` that stands still until it is opened.
 """
 
 from __future__ import annotations
 
 from .building import PADDLE_VERSION, built, why_missing
-from .device import Device, Pace, environment
+from .device import Device, HeldStream, HostWaits, Pace, Progress, Waits, environment
 
-__all__ = ["PADDLE_VERSION", "Device", "Pace", "built", "environment", "why_missing"]
+__all__ = [
+    "PADDLE_VERSION",
+    "Device",
+    "HeldStream",
+    "HostWaits",
+    "Pace",
+    "Progress",
+    "Waits",
+    "built",
+    "environment",
+    "why_missing",
+]

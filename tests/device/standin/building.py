@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -26,6 +27,8 @@ def why_missing() -> str | None:
     version = _paddle_version()
     if version != PADDLE_VERSION:
         return f"it is written for paddlepaddle {PADDLE_VERSION}, and {version or 'none'} is installed"
+    if platform.machine() != "x86_64":
+        return f"it enters kernels in machine code for x86-64, and this is {platform.machine()}"
     if shutil.which(_COMPILER) is None:
         return f"there is no {_COMPILER} to build it with"
     return None

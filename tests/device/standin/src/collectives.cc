@@ -10,6 +10,25 @@
 namespace standin {
 namespace {
 
+// The same in every run where a rank makes its communicators in the same order.
+uint64_t next_seed(size_t rank) {
+  static std::atomic<uint64_t> made{0};
+  return (settings().seed * 1009 + made.fetch_add(1)) * 1009 + rank;
+}
+
+std::string describe(const Call& call) {
+  return std::string(name_of(static_cast<Kind>(call.kind))) + " of " + std::to_string(call.bytes) + " bytes";
+}
+
+// What of `whole` lies from `offset` on, at most `bytes` of it.
+size_t left(const Elements& whole, size_t offset, size_t bytes) {
+  return std::min(bytes, whole.bytes() - std::min(whole.bytes(), offset));
+}
+
+char* at(const Elements& whole, size_t offset) { return static_cast<char*>(whole.pointer) + offset; }
+
+}  // namespace
+
 const char* name_of(Kind kind) {
   switch (kind) {
     case Kind::kAllGather:
@@ -22,21 +41,15 @@ const char* name_of(Kind kind) {
       return "reduce";
     case Kind::kBroadcast:
       return "broadcast";
+    case Kind::kAllToAll:
+      return "all_to_all";
+    case Kind::kSend:
+      return "send";
+    case Kind::kReceive:
+      return "receive";
   }
   return "unknown";
 }
-
-// The same in every run where a rank makes its communicators in the same order.
-uint64_t next_seed(size_t rank) {
-  static std::atomic<uint64_t> made{0};
-  return (settings().seed * 1009 + made.fetch_add(1)) * 1009 + rank;
-}
-
-std::string describe(const Call& call) {
-  return std::string(name_of(static_cast<Kind>(call.kind))) + " of " + std::to_string(call.bytes) + " bytes";
-}
-
-}  // namespace
 
 Communicator::Communicator(const std::string& name, size_t rank, size_t nranks)
     : shared_(name, rank, nranks), random_(next_seed(rank)) {}
@@ -134,6 +147,41 @@ void Communicator::broadcast(Elements in_place, size_t root) {
     shared_.barrier("broadcast");
     if (shared_.rank() != root) std::memcpy(own, shared_.slot(root), bytes);
     shared_.barrier("broadcast");
+  }
+}
+
+size_t Communicator::largest_piece(const std::vector<Elements>& from, const std::vector<Elements>& to) {
+  const size_t nranks = shared_.nranks(), own = shared_.rank();
+  const auto sizes = [this](size_t rank) { return reinterpret_cast<uint64_t*>(shared_.slot(rank)); };
+  for (size_t rank = 0; rank < nranks; ++rank) sizes(own)[rank] = from[rank].bytes();
+  shared_.barrier("all_to_all");
+  uint64_t largest = 0;
+  for (size_t rank = 0; rank < nranks; ++rank) {
+    largest = std::max(largest, *std::max_element(sizes(rank), sizes(rank) + nranks));
+    if (sizes(rank)[own] == to[rank].bytes()) continue;
+    give_up("all_to_all: rank " + std::to_string(rank) + " sends " + std::to_string(sizes(rank)[own]) +
+            " bytes to rank " + std::to_string(own) + ", which expects " + std::to_string(to[rank].bytes()));
+  }
+  shared_.barrier("all_to_all");
+  return largest;
+}
+
+void Communicator::all_to_all(const std::vector<Elements>& from, const std::vector<Elements>& to) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const size_t nranks = shared_.nranks(), own = shared_.rank(), step = Shared::kSlotBytes / nranks;
+  double to_others = 0.0;
+  for (size_t rank = 0; rank < nranks; ++rank) to_others += rank == own ? 0.0 : static_cast<double>(from[rank].bytes());
+  begin(Kind::kAllToAll, 0, to_others);
+  const size_t largest = largest_piece(from, to);
+  for (size_t offset = 0; offset < largest; offset += step) {
+    for (size_t rank = 0; rank < nranks; ++rank) {
+      std::memcpy(shared_.slot(own) + rank * step, at(from[rank], offset), left(from[rank], offset, step));
+    }
+    shared_.barrier("all_to_all");
+    for (size_t rank = 0; rank < nranks; ++rank) {
+      std::memcpy(at(to[rank], offset), shared_.slot(rank) + own * step, left(to[rank], offset, step));
+    }
+    shared_.barrier("all_to_all");
   }
 }
 

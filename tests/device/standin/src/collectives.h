@@ -5,6 +5,7 @@
 #include <mutex>
 #include <random>
 #include <string>
+#include <vector>
 
 #include "shared.h"
 #include "sums.h"
@@ -20,7 +21,10 @@ struct Elements {
   size_t bytes() const { return count * element_bytes(type); }
 };
 
-enum class Kind : uint32_t { kAllGather = 1, kReduceScatter, kAllReduce, kReduce, kBroadcast };
+enum class Kind : uint32_t { kAllGather = 1, kReduceScatter, kAllReduce, kReduce, kBroadcast, kAllToAll, kSend, kReceive };
+
+// As in STANDIN_SLOWED.
+const char* name_of(Kind kind);
 
 // A rank's end of a communicator. Collectives block; each begins late by the jitter, takes at least the time that
 // latency and bandwidth say, and touches its tensors only at the end of it, when a missing wait has long gone wrong.
@@ -40,6 +44,9 @@ class Communicator {
 
   void broadcast(Elements in_place, size_t root);
 
+  // from[r] to rank r, to[r] from it. A size may be any, 0 too, if its two ranks agree on it.
+  void all_to_all(const std::vector<Elements>& from, const std::vector<Elements>& to);
+
   void send(Elements from, size_t to_rank);
 
   void receive(Elements to, size_t from_rank);
@@ -49,6 +56,9 @@ class Communicator {
   void begin(Kind kind, size_t bytes, double wire_bytes);
 
   void all_reduce_pieces(Elements from, void* to, C_CCLReduceOp op, bool keep);
+
+  // The bytes of the largest piece that any rank sends to any other. Ends the process if two differ about a size.
+  size_t largest_piece(const std::vector<Elements>& from, const std::vector<Elements>& to);
 
   void be_late(const char* kind);
 

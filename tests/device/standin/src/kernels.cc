@@ -1,59 +1,40 @@
 #include "kernels.h"
 
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "counts.h"
+#include "entries.h"
 #include "paddle/phi/backends/custom/custom_context.h"
-#include "paddle/phi/common/int_array.h"
 #include "paddle/phi/common/place.h"
-#include "paddle/phi/common/scalar.h"
-#include "paddle/phi/core/dense_tensor.h"
-#include "paddle/phi/core/kernel_context.h"
 #include "paddle/phi/core/kernel_factory.h"
-#include "paddle/phi/core/kernel_utils.h"
+#include "queued.h"
+#include "streams.h"
 
 namespace standin {
 namespace {
 
-using phi::DenseTensor;
-using Tensors = std::vector<DenseTensor*>;
+// The function of a kernel that eager mode calls. Paddle lets nobody read or set it, but an explicit instantiation may
+// name what is private, and hand it on.
+using Function = void* phi::Kernel::*;
 
-// Paddle's process group splits the result of a gather with the context of its own stream. A kernel for the CPU would
-// do so at once, so these two wait for that stream first. What they wrap, by type:
-template <typename Sections>
-using Split = void (*)(const phi::CustomContext&, const DenseTensor&, Sections, const phi::Scalar&, Tensors);
+Function function_of_kernel();
 
-template <typename Sections>
-std::unordered_map<int, Split<Sections>>& splits() {
-  static auto* splits = new std::unordered_map<int, Split<Sections>>;
-  return *splits;
-}
+template <Function function>
+struct Named {
+  friend Function function_of_kernel() { return function; }
+};
 
-template <typename Sections>
-void split_after_stream(const phi::CustomContext& context, const DenseTensor& tensor, Sections sections,
-                        const phi::Scalar& axis, Tensors out) {
-  context.Wait();
-  splits<Sections>().at(static_cast<int>(tensor.dtype()))(context, tensor, sections, axis, std::move(out));
-}
+template struct Named<&phi::Kernel::variadic_fn_>;
 
-template <typename Sections>
-phi::Kernel waiting(const phi::KernelKey& key, const phi::Kernel& kernel) {
-  splits<Sections>()[static_cast<int>(key.dtype())] = kernel.GetVariadicKernelFn<Split<Sections>>();
-  constexpr auto wrapped = &split_after_stream<Sections>;
-  phi::Kernel result(phi::KernelImpl<Split<Sections>, wrapped>::Compute, reinterpret_cast<void*>(wrapped));
-  *result.mutable_args_def() = kernel.args_def();
-  return result;
-}
-
-// The kernel with every argument expected on the device.
-phi::Kernel moved(const std::string& name, const phi::KernelKey& key, const phi::Kernel& kernel, phi::Backend backend) {
+// The kernel with every argument expected on the device, and entered after what its stream was told before.
+phi::Kernel moved(const std::string& name, const phi::Kernel& kernel, phi::Backend backend, Entries& entries) {
   phi::Kernel result = kernel;
-  if (key.layout() == phi::DataLayout::ALL_LAYOUT && name == "split") {
-    result = waiting<const phi::IntArray&>(key, kernel);
-  } else if (key.layout() == phi::DataLayout::ALL_LAYOUT && name == "split_with_num") {
-    result = waiting<int>(key, kernel);
+  void*& function = result.*function_of_kernel();
+  if (function != nullptr) {
+    may_queue(name, function);
+    function = entries.into(function);
   }
   for (auto& input : result.mutable_args_def()->input_defs()) {
     if (input.backend == phi::Backend::CPU) input.SetBackend(backend);
@@ -64,19 +45,40 @@ phi::Kernel moved(const std::string& name, const phi::KernelKey& key, const phi:
   return result;
 }
 
+size_t count(const phi::KernelNameMap& all) {
+  size_t found = 0;
+  for (const auto& [name, kernels] : all) found += kernels.size();
+  return found;
+}
+
 }  // namespace
 
 void register_cpu_kernels(const char* device_type) {
   const phi::Backend backend = phi::TransToPhiBackend(phi::CustomPlace(device_type, 0));
+  Entries entries(count(phi::KernelFactory::Instance().kernels()));
   for (auto& [name, kernels] : phi::KernelFactory::Instance().kernels()) {
     if (name.rfind("memcpy", 0) == 0) continue;  // Paddle has these for every device, and they know both sides
     std::vector<std::pair<phi::KernelKey, phi::Kernel>> found;
     for (const auto& [key, kernel] : kernels) {
       if (key.backend() != phi::Backend::CPU) continue;
-      found.emplace_back(phi::KernelKey(backend, key.layout(), key.dtype()), moved(name, key, kernel, backend));
+      found.emplace_back(phi::KernelKey(backend, key.layout(), key.dtype()), moved(name, kernel, backend, entries));
     }
     for (auto& [key, kernel] : found) kernels[key] = std::move(kernel);
   }
+  entries.close();
 }
 
 }  // namespace standin
+
+// A kernel for the CPU works at once, in the thread that calls it. The compute stream does so too, so the two keep their
+// order. On any other stream the kernel is put off until its turn, or, where that cannot be done, waits for what the
+// stream was told before: such as where Paddle's process group splits what was gathered.
+void* standin_before_kernel(const void* first, void* function) noexcept {
+  const auto* device = static_cast<const phi::DeviceContext*>(first);
+  auto* stream = standin::stream_of(static_cast<C_Stream>(static_cast<const phi::CustomContext*>(device)->stream()));
+  if (stream == nullptr || stream->immediate()) return function;
+  void* queueing = standin::queueing(function);
+  if (queueing != nullptr) return queueing;
+  standin::wait_on_host(standin::Wait::kKernel, stream->idle(), [stream] { stream->synchronize(); });
+  return function;
+}

@@ -1,9 +1,19 @@
 #include "streams.h"
 
+#include <dlfcn.h>
+#include <execinfo.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
 #include <set>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
+
+#include "counts.h"
+#include "settings.h"
 
 namespace standin {
 namespace {
@@ -22,6 +32,12 @@ class Mark {
   void wait() {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [this] { return reached_; });
+  }
+
+  // Returns whether it is reached in time.
+  bool wait_for(double seconds) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return changed_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return reached_; });
   }
 
   bool reached() {
@@ -50,7 +66,7 @@ struct Event {
 struct Streams {
   std::mutex mutex;
   std::vector<Stream*> all;
-  std::set<int> devices;  // that have their first stream
+  std::set<int> devices;  // that have their compute stream
 };
 
 Streams& streams() {
@@ -60,17 +76,38 @@ Streams& streams() {
 
 Event* event_of(C_Event event) { return reinterpret_cast<Event*>(event); }
 
+// True where Paddle makes a device's context, whose stream is the compute stream. It need not be the first stream that
+// is made, and nothing that Paddle hands over says which it is.
+bool made_for_context() {
+  void* callers[32];
+  const int depth = backtrace(callers, 32);
+  return std::any_of(callers, callers + depth, [](void* caller) {
+    Dl_info found;
+    return dladdr(caller, &found) != 0 && found.dli_sname != nullptr &&
+           std::strstr(found.dli_sname, "DeviceContextPool") != nullptr;
+  });
+}
+
 C_Status create_stream(const C_Device device, C_Stream* stream) {
   Streams& known = streams();
   std::lock_guard<std::mutex> lock(known.mutex);
-  const bool first = known.devices.insert(device == nullptr ? 0 : device->id).second;
-  known.all.push_back(new Stream(first));
+  const int id = device == nullptr ? 0 : device->id;
+  const bool computes = known.devices.count(id) == 0 && made_for_context();
+  if (computes) known.devices.insert(id);
+  known.all.push_back(new Stream(computes));
   *stream = reinterpret_cast<C_Stream>(known.all.back());
   return C_SUCCESS;
 }
 
-C_Status synchronize_stream(const C_Device, C_Stream stream) {
+// Not a wait that a program asks for, so it does not count as one.
+C_Status destroy_stream(const C_Device, C_Stream stream) {
   stream_of(stream)->synchronize();
+  return C_SUCCESS;
+}
+
+C_Status synchronize_stream(const C_Device, C_Stream stream) {
+  Stream* waited = stream_of(stream);
+  wait_on_host(Wait::kStream, waited->idle(), [waited] { waited->synchronize(); });
   return C_SUCCESS;
 }
 
@@ -82,7 +119,10 @@ C_Status synchronize_device(const C_Device) {
     std::lock_guard<std::mutex> lock(streams().mutex);
     all = streams().all;
   }
-  for (Stream* stream : all) stream->synchronize();
+  const bool done = std::all_of(all.begin(), all.end(), [](Stream* stream) { return stream->idle(); });
+  wait_on_host(Wait::kDevice, done, [&all] {
+    for (Stream* stream : all) stream->synchronize();
+  });
   return C_SUCCESS;
 }
 
@@ -121,13 +161,20 @@ C_Status query_event(const C_Device, C_Event event) {
 
 C_Status synchronize_event(const C_Device, C_Event event) {
   const auto mark = event_of(event)->last();
-  if (mark != nullptr) mark->wait();
+  wait_on_host(Wait::kEvent, mark == nullptr || mark->reached(), [&mark] {
+    if (mark != nullptr) mark->wait();
+  });
   return C_SUCCESS;
 }
 
 C_Status stream_wait_event(const C_Device, C_Stream stream, C_Event event) {
   const auto mark = event_of(event)->last();
-  if (mark != nullptr) stream_of(stream)->run([mark] { mark->wait(); });
+  if (mark == nullptr) return C_SUCCESS;
+  if (stream_of(stream)->immediate()) {
+    wait_on_host(Wait::kCompute, mark->reached(), [&mark] { mark->wait(); });
+  } else {
+    stream_of(stream)->run([mark] { mark->wait(); });
+  }
   return C_SUCCESS;
 }
 
@@ -180,7 +227,7 @@ Stream* stream_of(C_Stream stream) { return reinterpret_cast<Stream*>(stream); }
 
 void fill_stream_interface(C_DeviceInterface* interface) {
   interface->create_stream = create_stream;
-  interface->destroy_stream = synchronize_stream;
+  interface->destroy_stream = destroy_stream;
   interface->query_stream = query_stream;
   interface->stream_add_callback = add_callback;
   interface->synchronize_stream = synchronize_stream;
@@ -194,3 +241,18 @@ void fill_stream_interface(C_DeviceInterface* interface) {
 }
 
 }  // namespace standin
+
+// For Python: holds a stream back from here on until the gate that is returned is opened.
+extern "C" void* standin_hold(void* stream) {
+  auto* gate = new std::shared_ptr<standin::Mark>(std::make_shared<standin::Mark>());
+  standin::stream_of(static_cast<C_Stream>(stream))->run([gate = *gate] {
+    const double seconds = standin::settings().timeout_s;
+    if (!gate->wait_for(seconds)) {
+      standin::give_up("a stream was held back and not opened within " + std::to_string(seconds) + " s");
+    }
+  });
+  return gate;
+}
+
+// A gate may be opened more than once.
+extern "C" void standin_open(void* gate) { (*static_cast<std::shared_ptr<standin::Mark>*>(gate))->reach(); }

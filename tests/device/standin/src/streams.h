@@ -1,5 +1,5 @@
-// Streams and events. A device's first stream, Paddle's compute stream, works in the calling thread: Paddle's kernels
-// for the CPU run there as well, so that work and kernels keep one order. Every other stream is a thread.
+// Streams and events. The stream of a device's context, the compute stream, works in the calling thread: Paddle's
+// kernels for the CPU run there as well, so that work and kernels keep one order. Every other stream is a thread.
 #pragma once
 
 #include <condition_variable>
@@ -24,6 +24,8 @@ class Stream {
   void synchronize();
 
   bool idle();
+
+  bool immediate() const { return immediate_; }
 
  private:
   void serve();

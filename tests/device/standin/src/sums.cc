@@ -10,27 +10,28 @@
 namespace standin {
 namespace {
 
-template <typename Element, typename Wide, typename Operation>
+template <typename Element, typename Operation>
 void fold(const std::vector<const char*>& pieces, void* out, size_t count, Operation operation) {
   const auto* first = reinterpret_cast<const Element*>(pieces.front());
-  std::vector<Wide> folded(count);
-  for (size_t i = 0; i < count; ++i) folded[i] = static_cast<Wide>(first[i]);
+  std::vector<Element> folded(first, first + count);
   for (size_t piece = 1; piece < pieces.size(); ++piece) {
     const auto* next = reinterpret_cast<const Element*>(pieces[piece]);
-    for (size_t i = 0; i < count; ++i) folded[i] = operation(folded[i], static_cast<Wide>(next[i]));
+    for (size_t i = 0; i < count; ++i) folded[i] = operation(folded[i], next[i]);
   }
-  auto* written = static_cast<Element*>(out);
-  for (size_t i = 0; i < count; ++i) written[i] = static_cast<Element>(folded[i]);
+  std::copy(folded.begin(), folded.end(), static_cast<Element*>(out));
 }
 
+// `Wide` is what one addition is carried out in.
 template <typename Element, typename Wide = Element>
 void reduce_as(const std::vector<const char*>& pieces, void* out, size_t count, C_CCLReduceOp op) {
   if (op == SUM) {
-    fold<Element, Wide>(pieces, out, count, [](Wide a, Wide b) { return static_cast<Wide>(a + b); });
+    fold<Element>(pieces, out, count, [](Element a, Element b) {
+      return static_cast<Element>(static_cast<Wide>(a) + static_cast<Wide>(b));
+    });
   } else if (op == MAX) {
-    fold<Element, Wide>(pieces, out, count, [](Wide a, Wide b) { return std::max(a, b); });
+    fold<Element>(pieces, out, count, [](Element a, Element b) { return a < b ? b : a; });
   } else {
-    fold<Element, Wide>(pieces, out, count, [](Wide a, Wide b) { return std::min(a, b); });
+    fold<Element>(pieces, out, count, [](Element a, Element b) { return b < a ? b : a; });
   }
 }
 

@@ -3,11 +3,14 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <functional>
 #include <memory>
 #include <random>
 #include <string>
+#include <vector>
 
 #include "collectives.h"
+#include "counts.h"
 #include "streams.h"
 
 namespace standin {
@@ -53,44 +56,70 @@ C_Status comm_name(C_CCLComm comm, char* name) {
   return C_SUCCESS;
 }
 
+using Collective = std::function<void(Communicator&)>;
+
+// Puts a collective on a stream. On the compute stream it is carried out at once, and the host waits for it.
+C_Status issue(Kind kind, C_CCLComm comm, C_Stream stream, const Collective& collective) {
+  const std::string name = name_of(kind);
+  count_collective(name, Stage::kIssued);
+  const auto work = [=, communicator = communicator_of(comm)] {
+    count_collective(name, Stage::kBegun);
+    collective(*communicator);
+    count_collective(name, Stage::kFinished);
+  };
+  if (stream_of(stream)->immediate()) {
+    wait_on_host(Wait::kCompute, false, work);
+  } else {
+    stream_of(stream)->run(work);
+  }
+  return C_SUCCESS;
+}
+
 C_Status all_gather(void* from, void* to, size_t count, C_DataType type, C_CCLComm comm, C_Stream stream) {
   if (element_bytes(type) == 0) return C_FAILED;
   const Elements elements{from, count, type};
-  stream_of(stream)->run([=, communicator = communicator_of(comm)] { communicator->all_gather(elements, to); });
-  return C_SUCCESS;
+  return issue(Kind::kAllGather, comm, stream, [=](Communicator& ranks) { ranks.all_gather(elements, to); });
 }
 
 C_Status reduce_scatter(void* from, void* to, size_t count, C_DataType type, C_CCLReduceOp op, C_CCLComm comm,
                         C_Stream stream) {
   if (!can_reduce(type, op)) return C_FAILED;
   const Elements elements{to, count, type};
-  stream_of(stream)->run([=, communicator = communicator_of(comm)] {
-    communicator->reduce_scatter(from, elements, op);
-  });
-  return C_SUCCESS;
+  return issue(Kind::kReduceScatter, comm, stream,
+               [=](Communicator& ranks) { ranks.reduce_scatter(from, elements, op); });
 }
 
 C_Status all_reduce(void* from, void* to, size_t count, C_DataType type, C_CCLReduceOp op, C_CCLComm comm,
                     C_Stream stream) {
   if (!can_reduce(type, op)) return C_FAILED;
   const Elements elements{from, count, type};
-  stream_of(stream)->run([=, communicator = communicator_of(comm)] { communicator->all_reduce(elements, to, op); });
-  return C_SUCCESS;
+  return issue(Kind::kAllReduce, comm, stream, [=](Communicator& ranks) { ranks.all_reduce(elements, to, op); });
 }
 
 C_Status reduce_to(void* from, void* to, size_t count, C_DataType type, C_CCLReduceOp op, size_t root, C_CCLComm comm,
                    C_Stream stream) {
   if (!can_reduce(type, op)) return C_FAILED;
   const Elements elements{from, count, type};
-  stream_of(stream)->run([=, communicator = communicator_of(comm)] { communicator->reduce(elements, to, op, root); });
-  return C_SUCCESS;
+  return issue(Kind::kReduce, comm, stream, [=](Communicator& ranks) { ranks.reduce(elements, to, op, root); });
 }
 
 C_Status broadcast(void* buffer, size_t count, C_DataType type, size_t root, C_CCLComm comm, C_Stream stream) {
   if (element_bytes(type) == 0) return C_FAILED;
   const Elements elements{buffer, count, type};
-  stream_of(stream)->run([=, communicator = communicator_of(comm)] { communicator->broadcast(elements, root); });
-  return C_SUCCESS;
+  return issue(Kind::kBroadcast, comm, stream, [=](Communicator& ranks) { ranks.broadcast(elements, root); });
+}
+
+// What Paddle's arrays say is copied: they are gone when the collective's turn comes.
+C_Status all_to_all(const void** from, const size_t* from_counts, const C_DataType* from_types, void** to,
+                    const size_t* to_counts, const C_DataType* to_types, size_t, size_t nranks, C_CCLComm comm,
+                    C_Stream stream) {
+  std::vector<Elements> sent, received;
+  for (size_t rank = 0; rank < nranks; ++rank) {
+    if (element_bytes(from_types[rank]) == 0 || element_bytes(to_types[rank]) == 0) return C_FAILED;
+    sent.push_back({const_cast<void*>(from[rank]), from_counts[rank], from_types[rank]});
+    received.push_back({to[rank], to_counts[rank], to_types[rank]});
+  }
+  return issue(Kind::kAllToAll, comm, stream, [=](Communicator& ranks) { ranks.all_to_all(sent, received); });
 }
 
 // Paddle's process group of custom devices puts no sends and receives into groups, and collectives need none.
@@ -99,15 +128,13 @@ C_Status no_group() { return C_SUCCESS; }
 C_Status send(void* from, size_t count, C_DataType type, size_t to_rank, C_CCLComm comm, C_Stream stream) {
   if (element_bytes(type) == 0) return C_FAILED;
   const Elements elements{from, count, type};
-  stream_of(stream)->run([=, communicator = communicator_of(comm)] { communicator->send(elements, to_rank); });
-  return C_SUCCESS;
+  return issue(Kind::kSend, comm, stream, [=](Communicator& ranks) { ranks.send(elements, to_rank); });
 }
 
 C_Status receive(void* to, size_t count, C_DataType type, size_t from_rank, C_CCLComm comm, C_Stream stream) {
   if (element_bytes(type) == 0) return C_FAILED;
   const Elements elements{to, count, type};
-  stream_of(stream)->run([=, communicator = communicator_of(comm)] { communicator->receive(elements, from_rank); });
-  return C_SUCCESS;
+  return issue(Kind::kReceive, comm, stream, [=](Communicator& ranks) { ranks.receive(elements, from_rank); });
 }
 
 }  // namespace
@@ -125,6 +152,7 @@ void fill_xccl_interface(C_DeviceInterface* interface) {
   interface->xccl_broadcast = broadcast;
   interface->xccl_group_start = no_group;
   interface->xccl_group_end = no_group;
+  interface->xccl_all_to_all = all_to_all;
   interface->xccl_send = send;
   interface->xccl_recv = receive;
 }
