@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import signal
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +22,10 @@ _log = logging.getLogger("hp_sharding")
 _FIRST_ID = 1 << 20
 """Of our groups. Paddle counts its own from 0, and a communicator is found by its group's number alone."""
 _COUNTER = "hp_sharding/stream_groups"
+_DESTRUCTORS_S = 10
 _groups: list[StreamGroup] = []
+_abandoned: list[StreamGroup] = []
+"""Closed with collectives under way that never end. Kept: who destroys a stream waits for what is on it."""
 
 
 class StreamGroup:
@@ -84,6 +88,7 @@ class StreamGroup:
             comm.close()
         if self._watcher.failure is not None:
             _log.warning("rank %d: lanes over ranks %s end with a failure", self._me, list(self._ranks))
+            _abandoned.append(self)
         self._watcher.stop()
 
     def _agree_on_ids(self, n_lanes: int, timeout_s: float) -> int:
@@ -126,7 +131,16 @@ def close_all() -> None:
         _groups.pop().close()
 
 
+def _end() -> None:
+    """At the end of the process. Where a collective never ends, the runtime's destructors wait for it for ever."""
+    close_all()
+    if _abandoned:
+        # What else has to be done at the end may be done; then the signal ends the process, and its exit code says so.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_DESTRUCTORS_S)
+
+
 def _remember(group: StreamGroup) -> None:
-    if not _groups:
-        atexit.register(close_all)
+    atexit.unregister(_end)
+    atexit.register(_end)
     _groups.append(group)
