@@ -39,7 +39,9 @@ ORDER = [
     "plain",
     "sharding",
     "checkpoint",
+    "doctor",
     "cli",
+    "__main__",
     "fleet",
 ]
 """Every module and package of hp_sharding. Each may import those above it, and none below."""

@@ -1,0 +1,90 @@
+"""The command line: ``python -m hp_sharding``, or ``hp-sharding``. What a command does stands elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from . import __version__
+from .errors import ConfigError
+
+_EXAMPLES = """\b
+Examples:
+  python -m hp_sharding doctor                           this machine, one process
+  python -m hp_sharding doctor --nproc 2                 starts two ranks here, on CPU or on two devices
+  python -m hp_sharding doctor --nproc 4 --quick         under half a minute; with four ranks replicas too
+  python -m hp_sharding doctor --nproc 2 --only parity   the numbers alone
+  python -m hp_sharding doctor --nproc 2 --output report.txt --json | tail -n 1 | python -m json.tool
+
+\b
+Several machines, or other settings of the launcher: on each of them
+  python -m paddle.distributed.launch --nnodes 2 --rank 0 --host 10.0.0.1 --master 10.0.0.1:29500 \\
+      --nproc_per_node 2 $(which hp-sharding) doctor --output report.txt
+On devices give the launcher --devices 0,1 instead of --nproc_per_node 2.
+
+\b
+Exit code: 0 all is well, 1 a check failed or a rank died, 2 wrong use.
+"""
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="hp_sharding")
+def main() -> None:
+    """Tools of hp_sharding, sharded data parallel training for PaddlePaddle."""
+
+
+@main.command(epilog=_EXAMPLES)
+@click.option(
+    "--nproc", type=click.IntRange(min=1), help="Start this many ranks on this machine, with Paddle's launcher."
+)
+@click.option("--quick", is_flag=True, help="Fewer repeats and smaller messages, in under half of the time.")
+@click.option(
+    "--only",
+    multiple=True,
+    type=click.Choice(["parity", "asynchrony", "bandwidth", "overlap"]),
+    help="Run this check alone; may be given several times.",
+)
+@click.option(
+    "--max-mb",
+    type=click.FloatRange(min=0.01, max=4096),
+    help="Largest message, in units of 2^20 bytes.  [default: 64, or 16 with --quick]",
+)
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(min=1),
+    default=60.0,
+    show_default=True,
+    help="How long to wait for a late rank.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object too, as the last line of stdout.")
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the report to this file as well; JSON if its name ends in .json.",
+)
+@click.option("--hand-in", type=click.Path(file_okay=False, path_type=Path), hidden=True)
+def doctor(nproc: int | None, max_mb: float | None, **options: Any) -> None:
+    """Checks this machine and its ranks: the report to look at, or to paste, when something is slow or wrong.
+
+    Numbers equal to those of one process, whether collectives run behind compute, how fast they are, and how much of
+    them a training step hides. It needs several ranks: use --nproc, or the launcher. The report names this machine and
+    lists environment variables of Paddle and of communication libraries; look at it before you publish it.
+    """
+    # Paddle, and all that draws tables, only where they are needed.
+    from .doctor import Request, run
+
+    _check_folder(options["output"])
+    request = Request(max_mb=max_mb or (16.0 if options["quick"] else 64.0), **options)
+    try:
+        code = run(request, nproc=nproc)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
+    sys.exit(code)
+
+
+def _check_folder(output: Path | None) -> None:
+    if output is not None and not output.absolute().parent.is_dir():
+        raise click.BadParameter(f"there is no folder {output.absolute().parent}", param_hint="--output")
