@@ -51,7 +51,8 @@ def _mkl_on_amd(_: Machine, everyone: Seen) -> Iterator[Advice]:
 
 def _interface(machine: Machine, everyone: Seen) -> Iterator[Advice]:
     unset = [rank for rank, seen in enumerate(everyone) if not seen["environment"].get("GLOO_SOCKET_IFNAME")]
-    if len(machine.hosts) > 1 and machine.backend == "tcp" and unset:
+    # On a device too: the hosts talk over TCP beside the devices' own links.
+    if len(machine.hosts) > 1 and unset:
         yield Advice(
             "interface_unset",
             f"{len(machine.hosts)} hosts, and GLOO_SOCKET_IFNAME is not set ({_ranks(unset)}): a host's own name may "
@@ -107,6 +108,18 @@ def _one_connection(machine: Machine, everyone: Seen) -> Iterator[Advice]:
         )
 
 
+def _one_communicator(_: Machine, everyone: Seen) -> Iterator[Advice]:
+    name = "HCCL_OP_EXPANSION_MODE"
+    ranks = [rank for rank, seen in enumerate(everyone) if "AIV" in seen["environment"].get(name, "").upper()]
+    if ranks:
+        yield Advice(
+            "one_communicator",
+            f"{name} asks for AIV ({_ranks(ranks)}), with which HCCL does not run several communicators at a time: "
+            "every lane is one",
+            f"unset {name}",
+        )
+
+
 def _debug(_: Machine, everyone: Seen) -> Iterator[Advice]:
     ranks = [rank for rank, seen in enumerate(everyone) if _is_on(seen, "HP_SHARDING_DEBUG")]
     if ranks:
@@ -153,5 +166,5 @@ def _ranks(ranks: list[int]) -> str:
 
 
 _RULES: tuple[Callable[[Machine, Seen], Iterator[Advice]], ...] = (
-    _mkl_on_amd, _interface, _cores, _serializing, _one_connection, _debug, _differences, _paddle,
+    _mkl_on_amd, _interface, _cores, _serializing, _one_connection, _one_communicator, _debug, _differences, _paddle,
 )  # fmt: skip

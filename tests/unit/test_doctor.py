@@ -48,6 +48,7 @@ def test_nothing_is_said_about_a_machine_without_faults() -> None:
         ("threads_exceed_cores", [_seen(environment={"MKL_NUM_THREADS": "5"})]),
         ("serializing_variable", [_seen(environment={"CUDA_LAUNCH_BLOCKING": "1"})]),
         ("serializing_variable", [_seen(environment={"FLAGS_benchmark": "True"})]),
+        ("one_communicator", [_seen(environment={"HCCL_OP_EXPANSION_MODE": "AIV"})]),
         ("debug_mode", [_seen(environment={"HP_SHARDING_DEBUG": "1"})]),
         ("environment_differs", [_seen(environment={"NCCL_ALGO": "Ring"}), _seen()]),
         ("paddle_differs", [_seen(), _seen(paddle="3.3.2")]),
@@ -82,6 +83,10 @@ def test_one_connection_matters_on_gpu_alone() -> None:
     seen = _seen(environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     assert list(_advise(seen, kind="gpu", backend="nccl")) == ["one_connection"]
     assert _advise(seen) == {}
+
+
+def test_the_hosts_talk_over_tcp_beside_a_device_too() -> None:
+    assert list(_advise(_seen(), _seen(host="b"), kind="gpu", backend="nccl")) == ["interface_unset"]
 
 
 def test_hosts_hold_their_ranks() -> None:
