@@ -52,6 +52,8 @@ def _broadcast_over(model: paddle.nn.Layer, communicator: Communicator) -> None:
     under_way = []
     for name, tensor in _state(model):
         flat = tensor.detach().reshape([-1])
+        if device.has_streams and flat.dtype == paddle.bool:
+            flat = flat.cast("uint8")  # not every device can see it as bytes
         if not device.holds(flat):
             flat = flat._copy_to(device.place, True)
         # The label holds the shape, so that models that differ in it alone are told apart by the communicator.
@@ -63,10 +65,10 @@ def _broadcast_over(model: paddle.nn.Layer, communicator: Communicator) -> None:
 
 def _finish(tensor: paddle.Tensor, flat: paddle.Tensor, work: Work) -> None:
     work.wait()
-    # Paddle reshapes a 0-d or a transposed tensor into a copy, anything else into a view; and a buffer may lie on the
-    # host while the model is on a device.
+    # Paddle reshapes a 0-d or a transposed tensor into a copy, anything else into a view; a buffer may lie on the host
+    # while the model is on a device, and a bool travels as another type.
     if flat.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(flat.reshape(tensor.shape), True)
+        tensor.detach().copy_(flat.reshape(tensor.shape).cast(tensor.dtype), True)
 
 
 def _state(model: paddle.nn.Layer) -> Iterator[tuple[str, paddle.Tensor]]:

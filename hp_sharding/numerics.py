@@ -1,7 +1,7 @@
 """Decisions that need every rank's shard: the norms that clipping divides by.
 
-Each rank sums the squares of what it holds, the sums are added over the shard group in one small all-reduce, and every
-rank scales its own part. Formulas are those of paddle.nn.ClipGradByGlobalNorm and ClipGradByNorm.
+Each rank sums the squares of what it holds, the sums of the shard group come together in one small gather, and every
+rank adds them up and scales its own part. Formulas are those of paddle.nn.ClipGradByGlobalNorm and ClipGradByNorm.
 """
 
 from __future__ import annotations
@@ -74,10 +74,13 @@ class NormClipper:
         self._timeline = timeline
 
     def clip(self) -> None:
-        """One small all-reduce, then at most one multiplication of each gradient. All sums must be final."""
+        """One small gather, then at most one multiplication of each gradient. All sums must be final."""
         squares = paddle.stack([self._sum_of_squares(domain) for domain in self._domains])
-        work = self._timeline.watch(self._comm.all_reduce(squares, label="gradient norm"))
+        everyone = paddle.empty([self._comm.nranks * squares.shape[0]], squares.dtype)
+        work = self._timeline.watch(self._comm.all_gather(everyone, squares, label="gradient norm"))
         self._timeline.wait(work)
+        # Added up here, in the order of ranks: a library may take another order in each replica, and they would part.
+        squares = everyone.reshape([self._comm.nranks, -1]).sum(axis=0)
         norms = paddle.sqrt(squares)
         if current_device().has_streams:
             self._scale_on_device(norms)

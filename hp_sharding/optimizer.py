@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ from .updates import InnerUpdates
 if TYPE_CHECKING:
     from .comm import Communicator, Fingerprint
 
+_SCALER_READS = ("_param_groups", "_parameter_list")
+"""Where a loss scaler looks for the gradients that it divides."""
 TOGETHER_BYTES = 1 << 18
 """Shards of neighbours that one call of the inner optimizer updates: a call costs 20 us whatever there is to do. Until
 it returns the gathers of all of them wait; with AdamW, for this much, 0.15 ms."""
@@ -68,6 +71,11 @@ class ShardedOptimizer:
         # Only called for what is not found here. '_inner_opt' itself is missing while a copy is being made.
         if name == "_inner_opt":
             raise AttributeError(name)
+        if name in _SCALER_READS and sys._getframe(1).f_globals.get("__name__", "").startswith("paddle.amp."):
+            raise ConfigError(
+                "paddle.amp.GradScaler: loss scaling of sharded gradients is not supported yet, and it would divide "
+                "nothing without a word. Use bfloat16 or float32, which need none, or GradScaler(enable=False)"
+            )
         return getattr(self._inner_opt, name)
 
     @property

@@ -104,6 +104,10 @@ class _Pending:
         adder.store(adder.stored(transfer.output), partial, accumulate=transfer.adds)
 
 
+_ALIKE = ("gradient norm",)
+"""Labels of gathers in which every rank has the same to give, where all ranks hold the same."""
+
+
 class WaitingLane(Communicator):
     """A deterministic lane: the output is NaN from the start of a collective until its ``wait()``.
 
@@ -111,7 +115,7 @@ class WaitingLane(Communicator):
     then ``done()`` is False. Whoever writes into a tensor that a collective has been given gets an AssertionError.
 
     Args:
-        nranks: 1, or more ranks that all hold the same values; those have no ``all_gather``.
+        nranks: 1, or more ranks that all hold the same values; of shards those have no ``all_gather``.
         rank: index of this one.
         log: events of this lane go here; lanes that share a list show their common order.
 
@@ -132,7 +136,10 @@ class WaitingLane(Communicator):
     def all_gather(
         self, output: paddle.Tensor, input: paddle.Tensor, *, label: str = "", after: Work | None = None
     ) -> Work:
-        assert self.nranks == 1, "what other ranks hold of other shards is not known"
+        if label in _ALIKE:
+            input = input.tile([self.nranks])
+        else:
+            assert self.nranks == 1, "what other ranks hold of other shards is not known"
         return self._start("all_gather", label, _transfer(output, input), after)
 
     def reduce_scatter(

@@ -89,6 +89,10 @@ class TcpGroup:
         found = (self._agreement.refusal(lane) for lane in self.communicators)
         return next((cause for cause in found if cause is not None), None)
 
+    def give_up(self, text: str) -> None:
+        """Ends all lanes of the group for good, on all ranks; ``text`` says why. Not if they have ended already."""
+        self._agreement.break_off(Cause(text))
+
     def is_of_this_process(self) -> bool:
         """False in a process that was forked from the one that made the group."""
         return self._pid == os.getpid()

@@ -18,7 +18,9 @@ the collective. Where nobody waits, it is held until it is seen done.
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -55,28 +57,52 @@ class Message(NamedTuple):
     nbytes: int
 
 
+_looking = threading.RLock()
+"""Who looks at works holds it. They note their times in the order in which they must be, whoever looks at which."""
+
+
+class _Lane:
+    """The works of a lane that have not been seen done, the oldest first."""
+
+    def __init__(self) -> None:
+        self._works: deque[StreamWork] = deque()
+
+    def add(self, work: StreamWork) -> None:
+        with _looking:
+            self._works.append(work)
+
+    def look(self) -> None:
+        with _looking:
+            while self._works and self._works[0].see():
+                self._works.popleft()
+
+
 class StreamWork(Work):
     """A collective on a stream. ``wait()`` makes the current stream wait.
 
     ``end_s`` is when it was first seen done; ``start_s`` when its lane first was seen at it. Both are exact to the
     interval at which the watcher looks.
+
+    It keeps its events too: Paddle waits, on the host, for an event of a custom device that it is to destroy.
     """
 
     on_device = True
 
-    def __init__(self, message: Message, watcher: Watcher, rank: int) -> None:
+    def __init__(self, message: Message, lane: _Lane, watcher: Watcher, rank: int) -> None:
         self.op, self.label, self.lane, self.nbytes = message
         self.start_s: float | None = None
         self.end_s: float | None = None
         self.issued_s = time.perf_counter()
+        self._lane = lane
         self._watcher = watcher
         self._rank = rank
         self._failure: str | None = None
+        self._after: Work | None = None
+        self._origin: Any = None
         self._held: list[Any] = []
         self._home: Any = None
         self._begun: Any = None
         self._ended: Any = None
-        self._previous: StreamWork | None = None
 
     def wait(self) -> None:
         """See ``Work``."""
@@ -105,26 +131,33 @@ class StreamWork(Work):
 
     def done(self) -> bool:
         """See ``Work``."""
+        if self.end_s is None and self._failure is None:
+            self._lane.look()
+        return self.end_s is not None or self._failure is not None
+
+    def see(self) -> bool:
+        """Looks whether it is over, all before it on its lane being so, and notes the times."""
         if self.end_s is not None or self._failure is not None:
             return True
+        if self._after is not None and self._after.done():
+            self._after = None
         with self.errors_translated():
             if self.start_s is None and self._begun.query():
-                if self._previous is not None:
-                    self._previous.done()  # it is, and has its time before this one
-                self._previous = None
                 self.start_s = time.perf_counter()
-            if not self._ended.query():
+            if self.start_s is None or not self._ended.query():
                 return False
         self.end_s = time.perf_counter()
         self._held = []
+        self._origin = None
         return True
 
-    def begin(self, home: Any, previous: StreamWork | None) -> None:
-        """It is about to be queued behind ``previous``, from the stream ``home``, whose memory it will touch."""
+    def begin(self, home: Any, stream: Any, after: Work | None) -> None:
+        """It is about to be queued on ``stream``, which waits for what is on ``home``, whose memory it will touch."""
         self._home = home
-        self._previous = None if previous is None or previous.end_s is not None else previous
-        self._begun = paddle.device.Event()
-        self._ended = paddle.device.Event()
+        self._after = after
+        self._origin, self._begun, self._ended = (paddle.device.Event() for _ in range(3))
+        self._origin.record(home)
+        stream.wait_event(self._origin)
 
     def hold(self, tensors: Sequence[paddle.Tensor]) -> None:
         """Keeps their memory alive, whatever becomes of the objects."""
@@ -230,6 +263,7 @@ class StreamCommunicator(Communicator):
         self._watcher = watcher
         # Compute waits for what is sent, so its few kernels go first where both want the device.
         self._stream = paddle.device.Stream(priority=_HIGH_PRIORITY)
+        self._works = _Lane()
         self._last: StreamWork | None = None
         self._closed = False
 
@@ -331,29 +365,36 @@ class StreamCommunicator(Communicator):
         label: str,
         after: Work | None,
     ) -> StreamWork:
-        work = StreamWork(Message(op, label, self.lane, nbytes), self._watcher, self._me)
+        work = StreamWork(Message(op, label, self.lane, nbytes), self._works, self._watcher, self._me)
         self._check_open(work)
+        if after is not None and not after.on_device and not self._follow(after, work):
+            return work
         with work.errors_translated(), paddle.no_grad():
-            home = paddle.device.current_stream()
-            work.begin(home, self._last)
-            self._last = work
+            work.begin(paddle.device.current_stream(), self._stream, after)
             if nbytes:
                 work.hold(touched)
-            self._stream.wait_stream(home)
-            with paddle.device.stream_guard(self._stream):
-                if not self._follow(after, work):
-                    return work
-                work.mark_begin(self._stream)
-                if nbytes:
-                    work.hold(run())
+            # From here on: Paddle connects in the first collective of a kind, and a peer may not be there.
+            self._watcher.add(work)
+            try:
+                self._queue(work, run if nbytes else None, after)
+            finally:
+                # Also where only a part of it was queued: that part uses its memory.
                 work.mark_end(self._stream)
-        self._watcher.add(work)
+                # Not before: an event that has not been recorded says that it is reached.
+                self._works.add(work)
+                self._last = work
         return work
 
-    def _follow(self, after: Work | None, work: StreamWork) -> bool:
-        """Makes the lane wait for ``after``; False where that has failed, and then so has ``work``, and every lane."""
-        if after is None:
-            return True
+    def _queue(self, work: StreamWork, run: Callable[[], _Temporaries] | None, after: Work | None) -> None:
+        with paddle.device.stream_guard(self._stream):
+            if after is not None and after.on_device and not self._follow(after, work):
+                return
+            work.mark_begin(self._stream)
+            if run is not None:
+                work.hold(run())
+
+    def _follow(self, after: Work, work: StreamWork) -> bool:
+        """Makes the current stream wait for ``after``; False where that has failed: then ``work`` and its lanes do."""
         try:
             after.wait()
         except CommError as error:
@@ -387,6 +428,11 @@ class StreamCommunicator(Communicator):
             raise work.error(self._watcher.failure)
         if self._closed:
             raise work.error("this rank has closed the lane")
+        if paddle.get_device() != self._device.name:
+            raise ConfigError(
+                f"rank {self._me}: {work.describe()} runs on {self._device.name}, but paddle.set_device has made "
+                f"{paddle.get_device()} the current device since. Set it back before forward, backward and step()"
+            )
 
     def _check(self, op: str, whole: paddle.Tensor, part: paddle.Tensor | None = None) -> int:
         """Bytes of the whole."""

@@ -110,25 +110,53 @@ class StreamGroup:
             ) from error
 
     def _warm_up(self) -> None:
-        """Paddle connects a communicator in its first collective, which blocks: not in the first step, then."""
+        """Runs one collective of each kind: a library connects in the first of a kind, and the host waits for that.
+
+        Not in the first step, then, where ranks may go different ways.
+        """
         for comm in self.communicators.values():
-            total = paddle.ones([1], "float32")
-            comm.all_reduce(total, label="first of its lane").wait()
-            if float(total[0]) != len(self._ranks):
+            found = _first_collectives(comm)
+            expected = len(self._ranks)
+            wrong = {what: value for what, value in found.items() if value != expected}
+            if wrong:
                 raise CommError(
-                    f"rank {self._me}: the first sum on lane {comm.lane!r} over ranks {list(self._ranks)} is "
-                    f"{float(total[0])}, expected {len(self._ranks)}: the communication library of this device does "
-                    "not work. Run python -m hp_sharding doctor",
+                    f"rank {self._me}: the first collectives on lane {comm.lane!r} over ranks {list(self._ranks)} give "
+                    f"{wrong}, expected {expected}: the communication library of this device does not work as it "
+                    "should. Run python -m hp_sharding doctor",
                     op="create_communicators",
                     lane=comm.lane,
                     rank=self._me,
                 )
 
 
+def _first_collectives(comm: StreamCommunicator) -> dict[str, float]:
+    """One of each kind that a lane may carry; every value is the number of ranks where it works."""
+    ones = paddle.ones([comm.nranks], "float32")
+    total, gathered = ones.clone(), paddle.zeros([comm.nranks], "float32")
+    part = paddle.zeros([1], "float32")
+    sent = paddle.full([1], float(comm.nranks if comm.rank == 0 else 0), "float32")
+    works = {
+        "all_reduce": (comm.all_reduce(total, label="first all_reduce"), total),
+        "all_gather": (comm.all_gather(gathered, ones[:1], label="first all_gather"), gathered),
+        "reduce_scatter": (comm.reduce_scatter(part, ones, label="first reduce_scatter"), part),
+        "broadcast": (comm.broadcast(sent, src=0, label="first broadcast"), sent),
+    }
+    found = {}
+    for what, (work, tensor) in works.items():
+        work.wait()
+        values = tensor.numpy()
+        found[what] = float(values.sum() if what == "all_gather" else values[0])
+    return found
+
+
 def close_all() -> None:
     """Closes every group that this process still has."""
     while _groups:
-        _groups.pop().close()
+        group = _groups.pop()
+        try:
+            group.close()
+        except CommError:
+            _log.warning("lanes could not be closed in order", exc_info=True)
 
 
 def _end() -> None:

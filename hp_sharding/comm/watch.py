@@ -14,7 +14,6 @@ import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -23,9 +22,11 @@ from .agreement import Cause
 
 _log = logging.getLogger("hp_sharding")
 _CLOSE_S = 0.0002
+_CLOSE_FOR_S = 2.0
 _IDLE_S = 0.25
 GRACE_S = 10.0
-"""How long a failure waits for somebody to raise it before the process is ended."""
+"""How long the main thread may stand where it is, once a collective cannot end, before the process is ended."""
+_POLL_S = 0.2
 
 
 class Watched(Protocol):
@@ -52,6 +53,9 @@ class Control(Protocol):
     def departure(self) -> Cause | None:
         """Who has left in order, or not."""
 
+    def give_up(self, text: str) -> None:
+        """Tells the others that nothing goes on here."""
+
 
 class Watcher:
     """One thread for the lanes of one set of ranks.
@@ -70,11 +74,14 @@ class Watcher:
         self.failure: str | None = None
         self._who = who
         self._timeout_s = timeout_s
-        self._interval_s = min(_IDLE_S, timeout_s / 4)
+        self._idle_s = min(_IDLE_S, timeout_s / 4)
+        self._close_until_s = 0.0
         self._control = control
         self._left_s: float | None = None
         self._prepare = prepare
-        self._works: deque[Watched] = deque()
+        self._lock = threading.Lock()
+        self._works: list[Watched] = []
+        self._failed: list[Watched] = []
         self._wake = threading.Event()
         self._told = threading.Event()
         self._stopped = False
@@ -83,13 +90,14 @@ class Watcher:
 
     def add(self, work: Watched) -> None:
         """Watches a work until it is done; works of one lane in order."""
-        self._works.append(work)
+        with self._lock:
+            self._works.append(work)
         if not self._wake.is_set():
             self._wake.set()
 
     def look_closely(self) -> None:
-        """From now on looks so often that the times at which collectives end are good for a timeline."""
-        self._interval_s = _CLOSE_S
+        """For a while looks so often that the times at which collectives end are good for a timeline."""
+        self._close_until_s = time.perf_counter() + _CLOSE_FOR_S
 
     def tell(self) -> None:
         """Somebody raises the failure: the process need not be ended for it to be heard."""
@@ -97,10 +105,14 @@ class Watcher:
 
     def fail(self, reason: str) -> None:
         """Makes every lane fail, and every work that is watched. The first reason counts."""
-        if self.failure is None:
-            self.failure = reason
-        while self._works:
-            self._works.popleft().fail(self.failure)
+        with self._lock:
+            if self.failure is None:
+                self.failure = reason
+            for work in self._works:
+                work.fail(self.failure)
+            # Kept for good: the device may be at their memory still.
+            self._failed += self._works
+            self._works = []
 
     def stop(self) -> None:
         """Ends the thread."""
@@ -116,24 +128,43 @@ class Watcher:
             # Cleared first: what is added from here on sets it again.
             self._wake.clear()
             # Not at once: to wake up for every collective takes the interpreter from the thread that starts it.
-            time.sleep(self._interval_s)
+            self._rest()
             while self._look() and not self._stopped:
-                time.sleep(self._interval_s)
+                self._rest()
+
+    def _rest(self) -> None:
+        time.sleep(_CLOSE_S if time.perf_counter() < self._close_until_s else self._idle_s)
 
     def _look(self) -> bool:
         """Whether something is still under way."""
         try:
-            for _ in range(len(self._works)):
-                work = self._works.popleft()
-                if not work.done():
-                    self._works.append(work)
+            with self._lock:
+                self._works = [work for work in self._works if not work.done()]
+                oldest = self._works[0] if self._works else None
         except CommError as error:
-            self.fail(str(error))
-        if self._works:
-            reason = self._gone() or self._overdue()
-            if reason is not None:
-                self._give_up(f"{self._who}: {self._works[0].describe()} cannot end: {reason}")
-        return bool(self._works)
+            self._give_up(str(error))
+            return False
+        if oldest is None:
+            return False
+        reason = self._gone() or self._overdue(oldest)
+        if reason is not None:
+            self._give_up(f"{self._who}: {oldest.describe()} cannot end: {reason}")
+        return reason is None
+
+    def _await_movement(self) -> None:
+        """Returns once the main thread has stood still for too long, or the lanes are closed.
+
+        A script that has caught the error may have something long to do, such as to save; it gets ``timeout_s`` for it.
+        """
+        place, since_s = _main_thread_is_at(), time.perf_counter()
+        while not self._stopped:
+            time.sleep(_POLL_S)
+            now = _main_thread_is_at()
+            if now != place:
+                place, since_s = now, time.perf_counter()
+            grace_s = max(GRACE_S, self._timeout_s) if self._told.is_set() else GRACE_S
+            if time.perf_counter() - since_s > grace_s:
+                return
 
     def _gone(self) -> str | None:
         failure, departure = self._control.failure(), self._control.departure()
@@ -145,17 +176,30 @@ class Watcher:
         self._left_s = self._left_s or time.perf_counter()
         return departure.text if time.perf_counter() - self._left_s > GRACE_S else None
 
-    def _overdue(self) -> str | None:
-        if time.perf_counter() - self._works[0].issued_s <= self._timeout_s:
+    def _overdue(self, oldest: Watched) -> str | None:
+        if time.perf_counter() - oldest.issued_s <= self._timeout_s:
             return None
         return f"it was started {self._timeout_s:g} s ago. Some rank has not started it: look at the logs of the others"
 
     def _give_up(self, text: str) -> None:
         self.fail(text)
         _log.critical("%s", text)
-        if self._told.wait(GRACE_S) or self._stopped:
+        # The others wait for this rank as well.
+        self._control.give_up(text)
+        self._await_movement()
+        if self._stopped:
             return
         # Whoever waits does so inside the device's runtime. To go on means to hang for ever.
-        sys.stderr.write(f"{text}\nThe process ends, since nothing in it can be reached; its stacks:\n")
+        sys.stderr.write(f"{text}\nThe process ends, since its main thread stands still; all stacks:\n")
         faulthandler.dump_traceback(all_threads=True)
         os._exit(1)
+
+
+def _main_thread_is_at() -> list[tuple[int, int]]:
+    """Its frames and where in each it is; the same as long as it is inside one call of the runtime."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    places = []
+    while frame is not None:
+        places.append((id(frame), frame.f_lasti))
+        frame = frame.f_back
+    return places

@@ -9,13 +9,13 @@ import pytest
 
 from hp_sharding.comm import create_communicators
 from tests import harness
-from tests.unit.test_comm_contract import CHECKS
+from tests.unit.test_comm_contract import CHECKS, Lanes
 
 ENDS_THE_LANES = "a_failure_of_what_it_follows_is_its_own"
 
 
 def _run_checks(rank: int, nranks: int, names: list[str]) -> None:
-    lanes = create_communicators(range(nranks), ["one", "two"], timeout_s=60)
+    lanes = Lanes(create_communicators(range(nranks), ["one", "two"], timeout_s=60))
     for name in names:
         CHECKS[name](lanes)
     for comm in lanes.values():

@@ -1,7 +1,9 @@
 """What every communicator must do, whatever it is made of.
 
 Each check takes one rank's lanes, at least ``"one"`` and ``"two"``, over the same ranks, and is called on all of them
-at once. Here the checks run over a group of one; ``tests/dist/test_comm_tcp.py`` runs them over more.
+at once. It makes its tensors on the device on which Paddle computes, and its gates with ``lanes.gate``. Here the checks
+run over a group of one; ``tests/dist/test_comm_tcp.py`` runs them over more, ``tests/device/test_contract.py`` on
+streams of a device.
 """
 
 from __future__ import annotations
@@ -17,25 +19,20 @@ import numpy.typing as npt
 import paddle
 import pytest
 
-from hp_sharding.comm import Communicator, Work, create_communicators
+from hp_sharding.comm import Communicator, Stall, Work, create_communicators
 from hp_sharding.errors import CommError, ConfigError
 
-Lanes = Mapping[str, Communicator]
 Array = npt.NDArray[Any]
 
 SIZES = [0, 1, 3, 1000, 70_001]
 FLOATS = ["float32", "float16", "bfloat16", "float64"]
 WHOLE = ["int32", "int64", "uint8"]
-CHECKS: dict[str, Callable[[Lanes], None]] = {}
-
-
-def _check(function: Callable[[Lanes], None]) -> Callable[[Lanes], None]:
-    CHECKS[function.__name__] = function
-    return function
+SEEN_S = 10.0
+"""How long the host may take to see that what was waited for is done."""
 
 
 class Gate(Work):
-    """A work that is done when the test says so."""
+    """A work that is done when the test says so, and that has failed from then on where there is an error."""
 
     def __init__(self, error: CommError | None = None) -> None:
         self.op = self.label = self.lane = "gate"
@@ -47,6 +44,10 @@ class Gate(Work):
     def open(self) -> None:
         self._open.set()
 
+    def open_soon(self) -> None:
+        """Opens it, if it can while somebody waits for it, else before."""
+        threading.Timer(0.05, self.open).start()
+
     def wait(self) -> None:
         self._open.wait()
         if self._error is not None:
@@ -56,7 +57,31 @@ class Gate(Work):
         return self._open.is_set()
 
 
-def _term(rank: int, numel: int, dtype: str) -> Array:
+class Lanes(dict[str, Communicator]):
+    """One rank's lanes by name, and what kind of gate stands for a work of the same kind as theirs."""
+
+    def __init__(self, lanes: Mapping[str, Communicator], gate: type[Gate] = Gate) -> None:
+        super().__init__(lanes)
+        self.gate = gate
+
+
+CHECKS: dict[str, Callable[[Lanes], None]] = {}
+
+
+def _check(function: Callable[[Lanes], None]) -> Callable[[Lanes], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def see_done(work: Work) -> None:
+    """Of a work that was waited for. On a device a stream has waited, and the host sees it some time later."""
+    deadline_s = time.perf_counter() + (SEEN_S if work.on_device else 0.0)
+    while not work.done():
+        assert time.perf_counter() < deadline_s, f"{work.op} of {work.label!r} was waited for and is not done"
+        time.sleep(0.0005)
+
+
+def term(rank: int, numel: int, dtype: str) -> Array:
     """What a rank contributes, in numpy's nearest type: float32 values that bfloat16 holds exactly for that dtype."""
     generator = np.random.default_rng(1000 + rank)
     if dtype in WHOLE:
@@ -70,12 +95,12 @@ def _term(rank: int, numel: int, dtype: str) -> Array:
     return values.astype(dtype)
 
 
-def _tensor(values: Array, dtype: str) -> paddle.Tensor:
+def as_tensor(values: Array, dtype: str) -> paddle.Tensor:
     tensor = paddle.to_tensor(values)
     return tensor.cast("bfloat16") if dtype == "bfloat16" else tensor
 
 
-def _numpy(tensor: paddle.Tensor) -> Array:
+def as_numpy(tensor: paddle.Tensor) -> Array:
     return (tensor.cast("float32") if tensor.dtype == paddle.bfloat16 else tensor).numpy()
 
 
@@ -83,23 +108,23 @@ def _bits(tensor: paddle.Tensor) -> bytes:
     return tensor.numpy().tobytes()
 
 
-def _sum(terms: list[Array], dtype: str) -> Array:
+def rounded_sum(terms: list[Array], dtype: str) -> Array:
     """The sum in the order of ranks; 16-bit types in float32, rounded once at the end."""
     wide = [term.astype(np.float32) if dtype in ("float16", "bfloat16") else term for term in terms]
     total = wide[0].copy()
     for term in wide[1:]:
         total += term
-    return _numpy(paddle.to_tensor(total).cast(dtype))
+    return as_numpy(paddle.to_tensor(total).cast(dtype))
 
 
 def _assert_sum(found: paddle.Tensor, terms: list[Array], dtype: str) -> None:
-    expected = _sum(terms, dtype)
+    expected = rounded_sum(terms, dtype)
     if len(terms) <= 2 or dtype in WHOLE:
-        np.testing.assert_array_equal(_numpy(found), expected)
+        np.testing.assert_array_equal(as_numpy(found), expected)
     else:
         # Another order of terms, then one rounding: at most one unit in the last place of the stored type.
         tolerance = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-6, "float64": 1e-14}[dtype]
-        np.testing.assert_allclose(_numpy(found), expected, rtol=tolerance, atol=4 * tolerance)
+        np.testing.assert_allclose(as_numpy(found), expected, rtol=tolerance, atol=4 * tolerance)
 
 
 @_check
@@ -107,12 +132,12 @@ def all_gather_fills_the_output_in_rank_order(lanes: Lanes) -> None:
     comm = lanes["one"]
     for dtype in [*FLOATS, *WHOLE, "bool"]:
         for numel in SIZES:
-            own = _tensor(_term(comm.rank, numel, dtype), dtype)
+            own = as_tensor(term(comm.rank, numel, dtype), dtype)
             before = _bits(own)
             output = paddle.zeros([comm.nranks * numel], "int32").cast(dtype)
             comm.all_gather(output, own, label="a").wait()
-            expected = np.concatenate([_term(rank, numel, dtype) for rank in range(comm.nranks)])
-            np.testing.assert_array_equal(_numpy(output), expected)
+            expected = np.concatenate([term(rank, numel, dtype) for rank in range(comm.nranks)])
+            np.testing.assert_array_equal(as_numpy(output), expected)
             assert _bits(own) == before
 
 
@@ -121,10 +146,10 @@ def all_gather_works_in_place(lanes: Lanes) -> None:
     comm = lanes["one"]
     for numel in [1, 1000, 70_001, 600_000]:
         values = np.full(comm.nranks * numel, -1, np.float32)
-        values[comm.rank * numel : (comm.rank + 1) * numel] = _term(comm.rank, numel, "float32")
+        values[comm.rank * numel : (comm.rank + 1) * numel] = term(comm.rank, numel, "float32")
         output = paddle.to_tensor(values)
         comm.all_gather(output, output._slice(comm.rank * numel, (comm.rank + 1) * numel)).wait()
-        expected = np.concatenate([_term(rank, numel, "float32") for rank in range(comm.nranks)])
+        expected = np.concatenate([term(rank, numel, "float32") for rank in range(comm.nranks)])
         np.testing.assert_array_equal(output.numpy(), expected)
 
 
@@ -133,8 +158,8 @@ def reduce_scatter_sums_this_ranks_slice(lanes: Lanes) -> None:
     comm = lanes["one"]
     for dtype in [*FLOATS, *WHOLE]:
         for numel in SIZES:
-            terms = [_term(rank, comm.nranks * numel, dtype) for rank in range(comm.nranks)]
-            data = _tensor(terms[comm.rank], dtype)
+            terms = [term(rank, comm.nranks * numel, dtype) for rank in range(comm.nranks)]
+            data = as_tensor(terms[comm.rank], dtype)
             before = _bits(data)
             output = paddle.ones([numel]).cast(dtype)
             comm.reduce_scatter(output, data, label="a").wait()
@@ -148,11 +173,11 @@ def reduce_scatter_accumulates(lanes: Lanes) -> None:
     comm = lanes["one"]
     for dtype in FLOATS:
         for numel in SIZES:
-            terms = [_term(rank, comm.nranks * numel, dtype) for rank in range(comm.nranks)]
+            terms = [term(rank, comm.nranks * numel, dtype) for rank in range(comm.nranks)]
             own = slice(comm.rank * numel, (comm.rank + 1) * numel)
-            held = _term(77, numel, dtype)
-            output = _tensor(held, dtype)
-            comm.reduce_scatter(output, _tensor(terms[comm.rank], dtype), accumulate=True).wait()
+            held = term(77, numel, dtype)
+            output = as_tensor(held, dtype)
+            comm.reduce_scatter(output, as_tensor(terms[comm.rank], dtype), accumulate=True).wait()
             # Addition commutes: with the group's own sum first, two ranks still have one order.
             wide = np.float32 if dtype in ("float16", "bfloat16") else held.dtype
             parts = [term[own].astype(wide) for term in terms]
@@ -165,8 +190,8 @@ def all_reduce_sums_and_agrees_bitwise(lanes: Lanes) -> None:
     comm = lanes["one"]
     for dtype in [*FLOATS, *WHOLE]:
         for numel in [*SIZES, 2 * comm.nranks + 1]:
-            terms = [_term(rank, numel, dtype) for rank in range(comm.nranks)]
-            tensor = _tensor(terms[comm.rank], dtype)
+            terms = [term(rank, numel, dtype) for rank in range(comm.nranks)]
+            tensor = as_tensor(terms[comm.rank], dtype)
             comm.all_reduce(tensor, label="a").wait()
             _assert_sum(tensor, terms, dtype)
             mine = tensor.view("uint8") if numel else paddle.zeros([0], "uint8")
@@ -181,15 +206,15 @@ def broadcast_copies_any_dtype_from_any_rank(lanes: Lanes) -> None:
     for dtype in [*FLOATS, *WHOLE, "bool"]:
         for numel in SIZES:
             for src in range(comm.nranks):
-                tensor = _tensor(_term(comm.rank, numel, dtype), dtype)
+                tensor = as_tensor(term(comm.rank, numel, dtype), dtype)
                 comm.broadcast(tensor, src=src, label="a").wait()
-                np.testing.assert_array_equal(_numpy(tensor), _term(src, numel, dtype))
+                np.testing.assert_array_equal(as_numpy(tensor), term(src, numel, dtype))
 
 
 @_check
 def repeated_sums_have_the_same_bits(lanes: Lanes) -> None:
     comm = lanes["one"]
-    data = _tensor(_term(comm.rank, comm.nranks * 300_001, "float32"), "float32")
+    data = as_tensor(term(comm.rank, comm.nranks * 300_001, "float32"), "float32")
     found = set()
     for lane in ("one", "two", "one"):
         output = paddle.zeros([300_001])
@@ -209,10 +234,13 @@ def lanes_are_first_in_first_out_and_independent(lanes: Lanes) -> None:
         works.append(lanes["two"].all_reduce(tensor.clone(), label="t"))
     for work in works:
         work.wait()
+    see_done(works[-1])
+    see_done(works[-2])
     for lane in ("one", "two"):
         times = [(work.start_s, work.end_s) for work in works if work.lane == lane]
-        flat = [moment for pair in times for moment in pair]
-        assert flat == sorted(flat, key=lambda moment: moment or 0.0), "one began before the other had ended"
+        flat = [moment for pair in times for moment in pair if moment is not None]
+        assert len(flat) == 2 * len(times)
+        assert flat == sorted(flat), "one began before the other had ended"
     nranks = lanes["one"].nranks
     assert all((tensor.numpy() == nranks).all() for tensor in tensors)
 
@@ -232,7 +260,7 @@ def works_say_what_they_are(lanes: Lanes) -> None:
     for work in works:
         work.wait()
         work.wait()
-        assert work.done()
+        see_done(work)
         assert work.start_s is not None
         assert work.end_s is not None
         assert begin_s <= work.start_s <= work.end_s <= time.perf_counter()
@@ -244,9 +272,27 @@ def works_say_what_they_are(lanes: Lanes) -> None:
 
 
 @_check
+def a_timed_wait_notes_from_when_to_when_it_held_compute_up(lanes: Lanes) -> None:
+    begin_s = time.perf_counter()
+    stalls: list[Stall] = []
+    works = [lanes["one"].all_reduce(paddle.ones([1000]), label=label) for label in ("a", "b")]
+    for work in works:
+        work.timed_wait(stalls)
+    for work, stall in zip(works, stalls, strict=True):
+        see_done(work)
+        deadline_s = time.perf_counter() + SEEN_S
+        while stall.end_s is None and time.perf_counter() < deadline_s:
+            time.sleep(0.0005)
+        assert stall.label == work.label
+        assert stall.start_s is not None
+        assert stall.end_s is not None
+        assert begin_s <= stall.start_s <= stall.end_s <= time.perf_counter()
+
+
+@_check
 def after_holds_a_collective_back(lanes: Lanes) -> None:
     comm = lanes["one"]
-    gate = Gate()
+    gate = lanes.gate()
     data = paddle.zeros([comm.nranks * 5])
     output = paddle.full([5], -1.0)
     work = comm.reduce_scatter(output, data, after=gate)
@@ -271,7 +317,8 @@ def after_chains_lanes(lanes: Lanes) -> None:
         first = lanes["one"].reduce_scatter(shard, full, label="bucket")
         second = lanes["two"].all_reduce(shard, label="bucket", after=first)
         second.wait()
-        assert first.done()
+        see_done(second)
+        see_done(first)
         np.testing.assert_array_equal(shard.numpy(), np.full(40_000, repeat * lanes["one"].nranks ** 2, np.float32))
         assert second.start_s is not None
         assert first.end_s is not None
@@ -281,21 +328,19 @@ def after_chains_lanes(lanes: Lanes) -> None:
 @_check
 def a_later_collective_sees_what_an_earlier_one_leaves(lanes: Lanes) -> None:
     comm = lanes["one"]
-    gate = Gate()
+    gate = lanes.gate()
     output, everyone = paddle.full([70_000], -1.0), paddle.zeros([comm.nranks * 70_000])
     comm.reduce_scatter(output, paddle.full([comm.nranks * 70_000], 3.0), after=gate)
     later = comm.all_gather(everyone, output)
-    opening = threading.Timer(0.05, gate.open)
-    opening.start()
+    gate.open_soon()
     later.wait()
-    opening.join()
     np.testing.assert_array_equal(everyone.numpy(), np.full(comm.nranks * 70_000, 3.0 * comm.nranks))
 
 
 @_check
 def memory_lives_as_long_as_the_collective(lanes: Lanes) -> None:
     comm = lanes["one"]
-    gate = Gate()
+    gate = lanes.gate()
     output = paddle.zeros([200_000])
     data = paddle.full([comm.nranks * 200_000], 2.0)
     work = comm.reduce_scatter(output, data, after=gate)
@@ -335,7 +380,7 @@ def bad_arguments_are_refused_before_anything_starts(lanes: Lanes) -> None:
 def a_failure_of_what_it_follows_is_its_own(lanes: Lanes) -> None:
     """Leaves the lanes failed. Another rank may be first: then even the start says what went wrong."""
     comm = lanes["one"]
-    gate = Gate(CommError("it broke", op="all_gather", rank=5, peer=7))
+    gate = lanes.gate(CommError("it broke", op="all_gather", rank=5, peer=7))
     work: Work | None = None
 
     def start_and_wait() -> None:
@@ -359,7 +404,7 @@ def a_failure_of_what_it_follows_is_its_own(lanes: Lanes) -> None:
 
 @pytest.mark.parametrize("name", list(CHECKS))
 def test_group_of_one(name: str) -> None:
-    lanes = create_communicators([0], ["one", "two"])
+    lanes = Lanes(create_communicators([0], ["one", "two"]))
     CHECKS[name](lanes)
     for comm in lanes.values():
         comm.close()

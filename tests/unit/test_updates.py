@@ -187,7 +187,7 @@ def test_clipping_equals_plain_paddle(name: str) -> None:
     found = together([rank])
     for param in plain_steps(_CLIPS[name], 2).parameters():
         np.testing.assert_allclose(found[param.name], param.numpy().reshape(-1), rtol=2e-6, atol=1e-7)
-    assert rank.lane.labels("all_reduce") == ["gradient norm"] * 2
+    assert rank.lane.labels("all_gather") == ["gradient norm"] * 2
     assert rank.lane.n_pending == 0
 
 
