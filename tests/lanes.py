@@ -1,7 +1,8 @@
 """Real collectives that are slow and leave their outputs poisoned meanwhile, so that a missing wait shows.
 
 On a small model over loopback every collective is over before anybody could miss it. Here each one rests before it
-starts, on each rank for another time, as over a slow link, and its output holds NaN from when it was asked for.
+starts, on each rank for another time, as over a slow link, and its output holds NaN from when it was asked for. On the
+stand-in device the collectives are those of its streams, which have delays of their own, and so has its freed memory.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import paddle
 
-from hp_sharding.comm import Communicator, Work, fingerprint
+from hp_sharding.comm import Communicator, Work, current_device, fingerprint
 from hp_sharding.comm.memory import bytes_of
 from hp_sharding.config import ShardingConfig
 from hp_sharding.optimizer import ShardedOptimizer
@@ -135,16 +136,18 @@ def wrap(
     Args:
         nranks: all ranks of the test.
         n_replicas: among how many replicas they are divided.
-        delay_s: longest delay of a collective, 0 for none.
-        poison: whether outputs of collectives and freed blocks hold NaN.
+        delay_s: longest delay of a collective, 0 for none. On a device there is none: a wait would hold up the host.
+        poison: whether outputs of collectives and freed blocks hold NaN. Blocks of a device are the device's business.
         settings: those of ``ShardingConfig``.
     """
     lanes = real_lanes(nranks, n_replicas)
     broadcast_model(model, lanes)
     calls: list[Call] = []
+    on_device = current_device().has_streams
+    delay_s = 0.0 if on_device else delay_s
     late = {name: LateLane(lane, calls, delay_s) if poison else lane for name, lane in lanes.items()}
     late[fingerprint.LANE] = lanes[fingerprint.LANE]
-    pool = PoisoningPool() if poison else None
+    pool = PoisoningPool() if poison and not on_device else None
     return Wrapped(model, build(model, inner, ShardingConfig(**settings), lanes=late, pool=pool), calls)
 
 
@@ -164,5 +167,10 @@ def real_lanes(nranks: int, n_replicas: int = 1) -> dict[str, Communicator]:
 
 
 def _poison(tensor: paddle.Tensor) -> None:
-    if tensor.is_floating_point():
+    if not tensor.is_floating_point():
+        return
+    if current_device().has_streams:
+        with paddle.no_grad():
+            tensor.scale_(0.0, float("nan"))  # behind whatever compute has still to read there
+    else:
         bytes_of(tensor, tensor.size * tensor.element_size())[:] = 0xFF

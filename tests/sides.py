@@ -173,14 +173,7 @@ def compare(
         expected = scenario(lambda model, optimizer: Plain(model, optimizer, nranks), *args)
     calls: dict[str, list[Call]] = {}
     for name, chosen in settings.items():
-        sides: list[Sharded] = []
-
-        def new(model: Any, optimizer: Any, chosen: dict[str, Any] = chosen, sides: list[Sharded] = sides) -> Sharded:
-            sides.append(Sharded(model, optimizer, rank=rank, nranks=nranks, settings=chosen))
-            return sides[-1]
-
-        with unique_name.guard():
-            found = scenario(new, *args)
+        found, calls[name] = play(rank, nranks, scenario, chosen, *args)
         assert list(found) == list(expected)
         for what, value in expected.items():
             place = f"{name}, rank {rank}, {what}:"
@@ -188,5 +181,19 @@ def compare(
                 assert_close(found[what], value, tolerance, place)
             else:
                 assert_equal(found[what], value, place)
-        calls[name] = [call for side in sides for call in side.calls]
     return calls
+
+
+def play(
+    rank: int, nranks: int, scenario: Scenario, settings: dict[str, Any], *args: Any
+) -> tuple[dict[str, Values], list[Call]]:
+    """Runs ``scenario(factory, *args)`` sharded, on this rank: its snapshots, and the collectives of all models."""
+    sides: list[Sharded] = []
+
+    def new(model: Any, optimizer: Any) -> Sharded:
+        sides.append(Sharded(model, optimizer, rank=rank, nranks=nranks, settings=settings))
+        return sides[-1]
+
+    with unique_name.guard():
+        found = scenario(new, *args)
+    return found, [call for side in sides for call in side.calls]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import paddle
 import pytest
@@ -31,43 +31,70 @@ class Measured(NamedTuple):
     peak_mb: float
 
 
+class Meter(Protocol):
+    """Counts what is live where tensors lie, in bytes."""
+
+    def live_bytes(self) -> int:
+        """Of all tensors, views counted once."""
+
+    def peak_bytes(self) -> int:
+        """The most that was live since ``forget_peak``."""
+
+    def forget_peak(self) -> None:
+        """Lets the peak begin again at what is live now."""
+
+
+class HostMeter:
+    """Paddle's own statistics."""
+
+    def live_bytes(self) -> int:
+        return int(core.host_memory_stat_current_value("Allocated", 0))
+
+    def peak_bytes(self) -> int:
+        return int(core.host_memory_stat_peak_value("Allocated", 0))
+
+    def forget_peak(self) -> None:
+        core.host_memory_stat_reset_peak_value("Allocated", 0)
+
+
 def _measure(rank: int, nranks: int, n_replicas: int, backwards: int, settings: dict[str, Any]) -> Measured:
+    return measure(HostMeter(), nranks, n_replicas, backwards=backwards, settings=settings)
+
+
+def measure(meter: Meter, nranks: int, n_replicas: int, *, backwards: int, settings: dict[str, Any]) -> Measured:
+    """Three steps of ``backwards`` backwards each, on this rank."""
     lanes = real_lanes(nranks, n_replicas)
-    before = _allocated()
+    before = meter.live_bytes()
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
     inner = paddle.optimizer.AdamW(parameters=model.parameters())
     config = ShardingConfig(allgather_overlap=True, reduce_overlap=True, comm_buffer_size_MB=BUCKET_MB, **settings)
-    baseline = _allocated() - int(PARAMETERS_MB * MB)
+    baseline = meter.live_bytes() - int(PARAMETERS_MB * MB)
     optimizer = build(model, inner, config, lanes=lanes)
     optimizer._baseline_bytes = baseline
-    points = {"wrap": _allocated() - before}
-    core.host_memory_stat_reset_peak_value("Allocated", 0)
+    points = {"wrap": meter.live_bytes() - before}
+    meter.forget_peak()
     for _ in range(3):
         for _ in range(backwards):
             loss = model(paddle.ones([1, WIDTH])).mean()
-            points["forward"] = _allocated() - before
+            points["forward"] = meter.live_bytes() - before
             loss.backward()
-        points["backward"] = _allocated() - before
+        points["backward"] = meter.live_bytes() - before
         del loss
         optimizer.step()
-        points["step"] = _allocated() - before
+        points["step"] = meter.live_bytes() - before
         optimizer.clear_grad()
-        points["clear_grad"] = _allocated() - before
+        points["clear_grad"] = meter.live_bytes() - before
     report = optimizer.memory_report()
-    peak = core.host_memory_stat_peak_value("Allocated", 0) - before
+    peak = meter.peak_bytes() - before
     with full_parameters(model):
         pass  # a gather under way would hold its memory while the next test begins
-    points["full_parameters"] = _allocated() - before
+    points["full_parameters"] = meter.live_bytes() - before
     return Measured(
         {point: nbytes / MB for point, nbytes in points.items()},
         report["measured_bytes"] / MB,
         report["formula_bytes"] / MB,
         peak / MB,
     )
-
-
-def _allocated() -> int:
-    return int(core.host_memory_stat_current_value("Allocated", 0))
 
 
 def _expected(stage: int, nshards: int, *, spare: bool) -> dict[str, float]:
