@@ -109,9 +109,10 @@ def statistics(model: nn.Layer) -> Values:
 
 
 def assert_equal(found: Values, expected: Values, what: str = "") -> None:
-    """Bitwise."""
+    """Bitwise, and of finite values: a training that has blown up says nothing."""
     assert list(found) == list(expected)
     for name, value in expected.items():
+        assert np.isfinite(value).all(), f"{what} {name} is expected not to be finite"
         np.testing.assert_array_equal(found[name], value, err_msg=f"{what} {name}", strict=True)
 
 

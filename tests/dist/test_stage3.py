@@ -151,7 +151,7 @@ def _edits(new: Factory) -> dict[str, Values]:
         with full_parameters(side.model), paddle.no_grad():
             side.model.gain.scale_(0.5)
             side.model.layers[2].weight[0] = 0.125 * step
-            pretrained = {name: value.numpy() + 0.25 for name, value in side.model.state_dict().items()}
+            pretrained = {name: 0.5 * value.numpy() + 0.01 for name, value in side.model.state_dict().items()}
             side.model.set_state_dict(pretrained)
         side.backward(loss_on(side.model, "mlp", step))
         side.step()
