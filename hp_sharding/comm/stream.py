@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import paddle
 from paddle.base import core
 
-from ..errors import CommError, ConfigError
+from ..errors import CommError, ConfigError, HpShardingError
 from .communicator import Communicator, Stall, Work
 from .device import Device, same_stream
 from .watch import Watcher
@@ -183,17 +183,17 @@ class StreamWork(Work):
         """Names it, for a report."""
         return f"{self.op} of {self.label!r} on lane {self.lane!r}"
 
-    def error(self, reason: str, *, peer: int | None = None) -> CommError:
+    def error(self, reason: str) -> CommError:
         """What to raise where it fails."""
         text = f"rank {self._rank}: {self.describe()} failed: {reason}"
-        return CommError(text, op=self.op, label=self.label, lane=self.lane, rank=self._rank, peer=peer)
+        return CommError(text, op=self.op, label=self.label, lane=self.lane, rank=self._rank)
 
     @contextmanager
     def errors_translated(self) -> Iterator[None]:
         """Raises what goes wrong in Paddle as a CommError that names this work."""
         try:
             yield
-        except CommError:
+        except HpShardingError:
             raise
         except _RUNTIME_ERRORS as error:
             raise self.error(f"the device or its communication library says: {error}") from error
