@@ -30,7 +30,7 @@ from paddle.base import core
 
 from ..errors import CommError, ConfigError, HpShardingError
 from .communicator import Communicator, Stall, Work
-from .device import Device, same_stream
+from .device import CurrentStream, Device, same_stream
 from .watch import Watcher
 
 _SUM = core.ReduceOp.SUM
@@ -369,14 +369,16 @@ class StreamCommunicator(Communicator):
         self._check_open(work)
         if after is not None and not after.on_device and not self._follow(after, work):
             return work
+        home = paddle.device.current_stream()
         with work.errors_translated(), paddle.no_grad():
-            work.begin(paddle.device.current_stream(), self._stream, after)
+            work.begin(home, self._stream, after)
             if nbytes:
                 work.hold(touched)
             # From here on: Paddle connects in the first collective of a kind, and a peer may not be there.
             self._watcher.add(work)
             try:
-                self._queue(work, run if nbytes else None, after)
+                with CurrentStream(self._device, self._stream, home):
+                    self._queue(work, run if nbytes else None, after)
             finally:
                 # Also where only a part of it was queued: that part uses its memory.
                 work.mark_end(self._stream)
@@ -386,12 +388,12 @@ class StreamCommunicator(Communicator):
         return work
 
     def _queue(self, work: StreamWork, run: Callable[[], _Temporaries] | None, after: Work | None) -> None:
-        with paddle.device.stream_guard(self._stream):
-            if after is not None and after.on_device and not self._follow(after, work):
-                return
-            work.mark_begin(self._stream)
-            if run is not None:
-                work.hold(run())
+        """With the lane's stream as the current one."""
+        if after is not None and after.on_device and not self._follow(after, work):
+            return
+        work.mark_begin(self._stream)
+        if run is not None:
+            work.hold(run())
 
     def _follow(self, after: Work, work: StreamWork) -> bool:
         """Makes the current stream wait for ``after``; False where that has failed: then ``work`` and its lanes do."""
