@@ -44,8 +44,8 @@ _POLL_S = 0.001
 _RUNTIME_ERRORS = (RuntimeError, OSError, ValueError, SystemError)
 """What Paddle makes of an error of the device or of its communication library."""
 
-_Temporaries = Sequence[paddle.Tensor]
-"""What was allocated on the lane's stream while it was the current one."""
+_Keep = Callable[[Sequence[paddle.Tensor]], None]
+"""Takes what has been allocated on the lane's stream while it is the current one."""
 
 
 class Message(NamedTuple):
@@ -274,9 +274,8 @@ class StreamCommunicator(Communicator):
         nbytes = self._check("all_gather", output, input)
         whole, part = _copyable(output), _copyable(input)
 
-        def run() -> _Temporaries:
+        def run(keep: _Keep) -> None:
             self._group.all_gather_into_tensor_on_calc_stream(whole, part)
-            return []
 
         return self._start("all_gather", run, [output, input], nbytes=nbytes, label=label, after=after)
 
@@ -296,14 +295,13 @@ class StreamCommunicator(Communicator):
         # Allocated here, for the stream on which all other memory is.
         scratch = paddle.empty_like(input if exchanges else output) if exchanges or accumulate else output
 
-        def run() -> _Temporaries:
+        def run(keep: _Keep) -> None:
             if exchanges:
-                held = [output] if accumulate else []
-                return self._sum_pieces(output, scratch, input, held)
+                self._sum_pieces(output, scratch, input, keep, adds=accumulate)
+                return
             self._group.reduce_scatter_tensor_on_calc_stream(scratch, input, _SUM)
             if accumulate:
                 output.add_(scratch)
-            return []
 
         touched = [output, input, scratch]
         return self._start("reduce_scatter", run, touched, nbytes=nbytes, label=label, after=after)
@@ -316,18 +314,17 @@ class StreamCommunicator(Communicator):
         padded_numel = -(-tensor.shape[0] // self.nranks) * self.nranks
         scratch = [paddle.zeros([padded_numel], tensor.dtype) for _ in range(2)] if exchanges else []
 
-        def run() -> _Temporaries:
+        def run(keep: _Keep) -> None:
             if not exchanges:
                 self._group.all_reduce_on_calc_stream(tensor, _SUM)
-                return []
+                return
             whole, pieces = scratch
             own_numel = padded_numel // self.nranks
             own = whole._slice(self.rank * own_numel, (self.rank + 1) * own_numel)
             whole._slice(0, tensor.shape[0]).copy_(tensor, False)
-            temporaries = self._sum_pieces(own, pieces, whole)
+            self._sum_pieces(own, pieces, whole, keep)
             self._group.all_gather_into_tensor_on_calc_stream(whole, own)
             tensor.copy_(whole._slice(0, tensor.shape[0]), False)
-            return temporaries
 
         return self._start("all_reduce", run, [tensor, *scratch], nbytes=nbytes, label=label, after=after)
 
@@ -338,9 +335,8 @@ class StreamCommunicator(Communicator):
             raise ConfigError(f"broadcast from group rank {src}: the group has ranks 0 to {self.nranks - 1}")
         data = _copyable(tensor)
 
-        def run() -> _Temporaries:
+        def run(keep: _Keep) -> None:
             self._group.broadcast_on_calc_stream(data, src)
-            return []
 
         return self._start("broadcast", run, [tensor], nbytes=nbytes, label=label, after=after)
 
@@ -358,7 +354,7 @@ class StreamCommunicator(Communicator):
     def _start(
         self,
         op: str,
-        run: Callable[[], _Temporaries],
+        run: Callable[[_Keep], None],
         touched: Sequence[paddle.Tensor],
         *,
         nbytes: int,
@@ -387,13 +383,13 @@ class StreamCommunicator(Communicator):
                 self._last = work
         return work
 
-    def _queue(self, work: StreamWork, run: Callable[[], _Temporaries] | None, after: Work | None) -> None:
+    def _queue(self, work: StreamWork, run: Callable[[_Keep], None] | None, after: Work | None) -> None:
         """With the lane's stream as the current one."""
         if after is not None and after.on_device and not self._follow(after, work):
             return
         work.mark_begin(self._stream)
         if run is not None:
-            work.hold(run())
+            run(work.hold)
 
     def _follow(self, after: Work, work: StreamWork) -> bool:
         """Makes the current stream wait for ``after``; False where that has failed: then ``work`` and its lanes do."""
@@ -407,22 +403,23 @@ class StreamCommunicator(Communicator):
         return True
 
     def _sum_pieces(
-        self, output: paddle.Tensor, pieces: paddle.Tensor, whole: paddle.Tensor, more: Sequence[paddle.Tensor] = ()
-    ) -> _Temporaries:
-        """Sends each rank its piece of ``whole``, and sums up those that come, and ``more``, rounding once.
+        self, output: paddle.Tensor, pieces: paddle.Tensor, whole: paddle.Tensor, keep: _Keep, *, adds: bool = False
+    ) -> None:
+        """Sends each rank its piece of ``whole``, and sums up those that come, rounding once.
 
-        In float32, in the order of ranks. ``output`` may lie in ``whole``.
+        In float32, in the order of ranks. ``output`` may lie in ``whole``; where it ``adds``, what it holds comes last.
         """
         numel = whole.shape[0] // self.nranks
         sizes = [numel] * self.nranks
         self._group.all_to_all_single_on_calc_stream(pieces, whole, sizes, sizes)
         terms = [pieces._slice(rank * numel, (rank + 1) * numel) for rank in range(self.nranks)]
-        wide = [term.cast("float32") for term in (*terms, *more)]
+        wide = [term.cast("float32") for term in (*terms, *([output] if adds else []))]
+        keep(wide)
         for term in wide[1:]:
             wide[0].add_(term)
         rounded = wide[0].cast(output.dtype)
+        keep([rounded])
         output.copy_(rounded, False)
-        return [*wide, rounded]
 
     def _check_open(self, work: StreamWork) -> None:
         if self._watcher.failure is not None:

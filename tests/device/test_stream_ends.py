@@ -270,3 +270,42 @@ def _scale_the_loss(rank: int, nranks: int) -> str:
 
 def test_a_loss_scaler_that_would_divide_nothing_is_refused() -> None:
     assert all("not supported yet" in text for text in on_device(_scale_the_loss, 2))
+
+
+# ---- half-way ----
+
+
+class _FailsToGather:
+    """A process group whose gathers raise."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def all_gather_into_tensor_on_calc_stream(self, *_: Any) -> None:
+        raise RuntimeError("no memory is left")
+
+
+def _raise_half_way(rank: int, nranks: int) -> tuple[int, str]:
+    device = standin.Device()
+    comm = create_communicators(range(nranks), ["one"], timeout_s=_LIMIT_S)["one"]
+    group = comm._group  # type: ignore[attr-defined]
+    comm._group = _FailsToGather(group)  # type: ignore[attr-defined]
+    device.set_pace(standin.Pace(latency_ms=100.0))
+    with pytest.raises(CommError) as caught:
+        comm.all_reduce(paddle.ones([3000], "bfloat16"), label="blocks.3")
+    text = str(caught.value)
+    del caught
+    comm._group = group  # type: ignore[attr-defined]
+    time.sleep(0.05)
+    comm.all_reduce(paddle.ones([4])).wait()
+    return device.writes_after_free(), text
+
+
+def test_what_was_queued_before_an_error_keeps_its_memory() -> None:
+    for n_writes, text in on_device(_raise_half_way, 3):
+        assert n_writes == 0
+        assert "all_reduce of 'blocks.3' on lane 'one' failed" in text
+        assert "no memory is left" in text

@@ -38,6 +38,14 @@ class Verdict(NamedTuple):
     took_s: float
 
 
+class Trial(NamedTuple):
+    """A mutant of a module, by its path below the root of the repository, and the tests of which one must fail."""
+
+    module: Path
+    mutant: Mutant
+    tests: Sequence[str]
+
+
 class MutationError(Exception):
     """The tests say nothing about the mutants: there are none, or they fail, or look elsewhere, without any mutant."""
 
@@ -77,6 +85,26 @@ def judge(
     Raises:
         MutationError: the tests fail without any mutant.
     """
+    return judge_each([Trial(module, mutant, tests) for mutant in chosen], tests, jobs=jobs, tell=tell)
+
+
+def judge_each(
+    trials: Sequence[Trial],
+    tests: Sequence[str],
+    *,
+    jobs: int = 1,
+    tell: Callable[[Verdict], None] = lambda verdict: None,
+) -> list[Verdict]:
+    """Runs each mutant's own tests on it.
+
+    Args:
+        tests: all that the trials name. They are run once without a mutant, and must pass.
+        jobs: see ``judge``.
+        tell: see ``judge``.
+
+    Raises:
+        MutationError: the tests fail without any mutant.
+    """
     with ExitStack() as stack:
         trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
         copies = [stack.enter_context(_copy_of_the_tree()) for _ in range(jobs)]
@@ -84,17 +112,17 @@ def judge(
         for tree in copies:
             trees.put(tree)
 
-        def judge_one(mutant: Mutant) -> Verdict:
+        def judge_one(trial: Trial) -> Verdict:
             tree = trees.get()
             try:
-                verdict = _try(tree, module, mutant, tests, limit_s)
+                verdict = _try(tree, trial, limit_s)
             finally:
                 trees.put(tree)
             tell(verdict)
             return verdict
 
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-            return list(pool.map(judge_one, chosen))
+            return list(pool.map(judge_one, trials))
 
 
 @contextmanager
@@ -125,18 +153,18 @@ def _time_unbroken(tree: Path, tests: Sequence[str]) -> float:
     return time.monotonic() - begin_s
 
 
-def _try(tree: Path, module: Path, mutant: Mutant, tests: Sequence[str], limit_s: float) -> Verdict:
-    path = tree / module
+def _try(tree: Path, trial: Trial, limit_s: float) -> Verdict:
+    path = tree / trial.module
     source = path.read_text()
-    path.write_text(mutant.source)
+    path.write_text(trial.mutant.source)
     begin_s = time.monotonic()
     try:
-        caught = _pytest(tree, tests, timeout_s=limit_s).returncode != 0
+        caught = _pytest(tree, trial.tests, timeout_s=limit_s).returncode != 0
     except subprocess.TimeoutExpired:
         caught = True
     finally:
         path.write_text(source)
-    return Verdict(mutant, caught, time.monotonic() - begin_s)
+    return Verdict(trial.mutant, caught, time.monotonic() - begin_s)
 
 
 def _pytest(tree: Path, tests: Sequence[str], *, timeout_s: float) -> subprocess.CompletedProcess[str]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ast
+import sys
 import zlib
 from pathlib import Path
 
 import pytest
 
+from tests.device import standin
 from tests.harness import REPO_ROOT
-from tests.mutation.__main__ import choose
+from tests.mutation.__main__ import choose, choose_breaks, main, node_ids_of
+from tests.mutation.breaks import Break
 from tests.mutation.making import Mutant, mutants
-from tests.mutation.running import MutationError, find_tests, judge
+from tests.mutation.running import MutationError, Trial, find_tests, judge, judge_each
+from tests.mutation.streams import TRIED
 
 SOURCE = '''
 """Module."""
@@ -104,6 +108,47 @@ def test_a_harmless_mutant_survives_and_others_do_not() -> None:
     assert [verdict.caught for verdict in verdicts] == told == [True, False]
     assert [verdict.mutant for verdict in verdicts] == chosen
     assert (REPO_ROOT / FACTS).read_text() == source
+
+
+def test_each_trial_has_tests_of_its_own() -> None:
+    broken = Mutant(1, "fails", "", "", f"{(REPO_ROOT / FACTS).read_text()}\nraise RuntimeError\n")
+    tests = [*find_tests(FACTS), "tests/unit/test_mutation.py::test_columns_count_bytes"]
+    verdicts = judge_each([Trial(FACTS, broken, [test]) for test in tests], tests)
+    assert [verdict.caught for verdict in verdicts] == [True, False], "the second one does not import the module"
+
+
+def test_a_break_changes_one_place_that_must_be_there() -> None:
+    there = Break("facts.py", "is broken", "return Facts(", "return list(", ("tests/unit/test_facts.py",))
+    found = there.mutant()
+    source = (REPO_ROOT / FACTS).read_text()
+    assert found.source == source.replace("return Facts(", "return list(") != source
+    assert "return list(" in found.source.splitlines()[found.line - 1]
+    for text, times in (("no such text", 0), ("def ", source.count("def "))):
+        with pytest.raises(ValueError, match=f"facts.py: {times} times in it, expected once"):
+            there._replace(text=text).mutant()
+
+
+def test_some_of_the_breaks_are_drawn_and_their_tests_named_once() -> None:
+    assert choose_breaks(None, 0) == choose_breaks(len(TRIED), 0) == TRIED
+    few = choose_breaks(5, 1)
+    assert few == choose_breaks(5, 1) != choose_breaks(5, 2)
+    assert few == [each for each in TRIED if each in few]
+    first = few[0]._replace(tests=("a", "b"))
+    assert node_ids_of([first, first._replace(tests=("b", "c"))]) == ["a", "b", "c"]
+
+
+def test_streams_need_the_stand_in(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["mutate", "--streams"])
+    monkeypatch.setattr(standin, "why_missing", lambda: "there is no g++")
+    assert main() == 2
+    assert "there is no g++" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["hp_sharding/facts.py", "--streams"]])
+def test_what_is_to_be_broken_is_named_in_one_way(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["mutate", *arguments])
+    with pytest.raises(SystemExit):
+        main()
 
 
 @pytest.mark.parametrize(
