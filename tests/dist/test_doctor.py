@@ -185,8 +185,10 @@ _FAULTS = {
 
 
 def _examined(nranks: int, output: Path, fault: str, only: str) -> tuple[list[int], dict[str, Any]]:
-    codes = harness.run(_examine, nranks, str(output), fault, only, timeout_s=60)
-    return codes, json.loads(output.read_text())
+    # In processes of their own: an examination ends with all lanes of its process closed.
+    outcomes = harness.run(_examine, nranks, str(output), fault, only, fresh=True, timeout_s=60)
+    assert [outcome.error for outcome in outcomes] == [None] * nranks
+    return [outcome.result for outcome in outcomes], json.loads(output.read_text())
 
 
 def test_four_ranks_have_replicas_too(tmp_path: Path) -> None:
