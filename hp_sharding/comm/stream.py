@@ -41,7 +41,7 @@ _HIGH_PRIORITY = 1
 _FLIGHT_S = 40.0
 """At the end, for what is in flight."""
 _POLL_S = 0.001
-_RUNTIME_ERRORS = (RuntimeError, OSError, ValueError, SystemError)
+RUNTIME_ERRORS = (RuntimeError, OSError, ValueError, SystemError)
 """What Paddle makes of an error of the device or of its communication library."""
 
 _Keep = Callable[[Sequence[paddle.Tensor]], None]
@@ -195,7 +195,7 @@ class StreamWork(Work):
             yield
         except HpShardingError:
             raise
-        except _RUNTIME_ERRORS as error:
+        except RUNTIME_ERRORS as error:
             raise self.error(f"the device or its communication library says: {error}") from error
 
 

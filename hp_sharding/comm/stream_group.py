@@ -15,7 +15,7 @@ from ..errors import CommError, ConfigError
 from .device import Device
 from .group import TcpGroup
 from .rendezvous import default_store, exchange
-from .stream import StreamCommunicator
+from .stream import RUNTIME_ERRORS, StreamCommunicator
 from .watch import Watcher
 
 _log = logging.getLogger("hp_sharding")
@@ -54,9 +54,6 @@ class StreamGroup:
         self._me = me
         self._closing = threading.Lock()
         self._closed = False
-        default_store()
-        # The device is set up by the stream that computes, before any of ours.
-        paddle.device.current_stream()
         first_id = self._agree_on_ids(len(lanes), timeout_s)
         self._watcher = Watcher(
             f"rank {me}, lanes {', '.join(lanes)} over ranks {list(ranks)}",
@@ -103,7 +100,7 @@ class StreamGroup:
         rank = self._ranks.index(self._me)
         try:
             return make(device.backend, default_store(), rank, len(self._ranks), f"hp_{number}", None, group_id=number)
-        except (RuntimeError, OSError, ValueError, SystemError, AttributeError) as error:
+        except (*RUNTIME_ERRORS, AttributeError) as error:
             raise ConfigError(
                 f"rank {self._me}: no {device.backend} group on {device.name}: {error}. This build of Paddle must have "
                 f"distributed support for {device.kind}"

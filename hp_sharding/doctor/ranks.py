@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import paddle
@@ -16,6 +16,7 @@ from ..comm import (
     collision_free_groups,
     create_communicators,
     current_device,
+    host_tensor,
     rendezvous,
 )
 from ..errors import ConfigError
@@ -85,11 +86,11 @@ class Team:
         """Waits for the device, and then for all other ranks: what comes next begins together. Collective."""
         if self.device.has_streams:
             paddle.device.synchronize()
-        self._host().all_reduce(_on_host([0.0]), label="line up").wait()
+        self._host().all_reduce(host_tensor([0.0], "float32"), label="line up").wait()
 
     def agree(self, value: float) -> float:
         """Rank 0's value, in single precision. Collective."""
-        mine = _on_host([value])
+        mine = host_tensor([value], "float32")
         self._host().broadcast(mine, src=0, label="agree").wait()
         return float(mine[0])
 
@@ -119,7 +120,3 @@ class Team:
             made = create_communicators(self.ranks, (), host_lanes=[_LANE], timeout_s=self.timeout_s)
             self._host_lane = made[_LANE]
         return self._host_lane
-
-
-def _on_host(values: Sequence[float]) -> paddle.Tensor:
-    return paddle.to_tensor(list(values), dtype="float32", place=paddle.CPUPlace())

@@ -184,13 +184,6 @@ ORDERS = [
     ),
     Break(
         "comm/stream_group.py",
-        "our streams may be the first of the device",
-        "        paddle.device.current_stream()\n",
-        "",
-        equivalent="Paddle makes the stream that computes with the device, before it makes any that somebody asks for.",
-    ),
-    Break(
-        "comm/stream_group.py",
         "destructors that wait for ever are waited for",
         "        signal.alarm(_DESTRUCTORS_S)",
         "        pass",
