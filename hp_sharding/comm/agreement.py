@@ -297,6 +297,9 @@ class Agreement:
 
     def _late(self, missing: list[int], timeout_s: float, mine: Token | None) -> Cause:
         silent = set(missing) & set(self.roll_call(min(_ROLL_CALL_S, timeout_s)))
+        with self._lock:
+            if self.broken is not None:
+                return self.broken  # another rank was faster, and the roll call ended before all could answer
         reason = "busy, much slower, or on another path through the model; raise timeout_s if it is only late"
         elsewhere = self._waits_elsewhere(missing)
         if silent:
