@@ -63,7 +63,7 @@ class _Tensors:
         """Of each bucket: which tensor, and the first element there."""
 
     def alloc(self, layouts: Sequence[BucketLayout]) -> None:
-        tensor = paddle.zeros([sum(layout.shard_numel for layout in layouts)], layouts[0].dtype)
+        tensor = paddle.zeros([sum(layout.shard_numel for layout in layouts)], layouts[0].dtypes.sum)
         start = 0
         for layout in reversed(layouts):
             self.slices[layout.number] = tensor._slice(start, start + layout.shard_numel)
@@ -92,8 +92,11 @@ class GradientArena:
         self._partial: list[Place | None] = [None] * len(layouts)
         self._averaged = [False] * len(layouts)
         self._dirty = [False] * len(layouts)
-        for dtype in dict.fromkeys(layout.dtype for layout in layouts):
-            self._alloc(Place.MAIN, [layout for layout in layouts if layout.dtype == dtype and not layout.frozen])
+        self._edited = [False] * len(layouts)
+        # Together lies what the replicas add up together: of one dtype here and on the way.
+        kinds = dict.fromkeys(_kind(layout) for layout in layouts)
+        for kind in kinds:
+            self._alloc(Place.MAIN, [layout for layout in layouts if _kind(layout) == kind and not layout.frozen])
 
     @property
     def tensors(self) -> list[paddle.Tensor]:
@@ -169,6 +172,30 @@ class GradientArena:
                 self.slice(index).zero_()
                 self._dirty[index] = False
 
+    def take_values(self, index: int) -> None:
+        """What the bucket's slice holds is edited now: values, no longer sums of what ranks have sent.
+
+        They are averages already, and what a later reduction brings is added to them. A bucket without a sum holds
+        zeros.
+        """
+        assert self._partial[index] is None, index
+        if not self._holds[index]:
+            self.slice(index).zero_()
+            self._dirty[index] = True
+        else:
+            self.average([index])
+        self._holds[index] = self._averaged[index] = self._edited[index] = True
+
+    def take_all_values(self) -> None:
+        """The same for all buckets that hold a sum."""
+        for index in range(len(self._layouts)):
+            if self._holds[index]:
+                self.take_values(index)
+
+    def is_edited(self, index: int) -> bool:
+        """Whether the bucket holds values that no reduction could bring back."""
+        return self._edited[index]
+
     def zero_part(self, index: int, start_numel: int, numel: int) -> None:
         """Zeros for a part of the finished sums of bucket ``index``, if it holds any."""
         places = [self._partial[index], Place.MAIN if self._holds[index] else None]
@@ -178,7 +205,7 @@ class GradientArena:
 
     def forget(self, index: int) -> None:
         """Forgets the sums of one bucket; the next reduction overwrites them."""
-        self._holds[index] = self._averaged[index] = False
+        self._holds[index] = self._averaged[index] = self._edited[index] = False
         self._partial[index] = None
 
     def clear(self) -> None:
@@ -186,6 +213,7 @@ class GradientArena:
         self._holds = [False] * len(self._layouts)
         self._partial = [None] * len(self._layouts)
         self._averaged = [False] * len(self._layouts)
+        self._edited = [False] * len(self._layouts)
 
     def _undo_average(self, index: int) -> None:
         if self._averaged[index]:
@@ -214,3 +242,7 @@ class GradientArena:
     def _alloc(self, place: Place, layouts: Sequence[BucketLayout]) -> None:
         if layouts:
             self._places[place].alloc(layouts)
+
+
+def _kind(layout: BucketLayout) -> tuple[str, str]:
+    return layout.dtypes.sum, layout.dtypes.reduce

@@ -10,7 +10,7 @@ from .comm import current_device
 from .errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from .comm.communicator import Communicator, Work
 
@@ -26,7 +26,7 @@ def check_state_exists(model: paddle.nn.Layer) -> None:
             raise ConfigError(f"{name}: has no value yet (made under paddle.LazyGuard?); call its initialize() first")
 
 
-def broadcast_state(model: paddle.nn.Layer, *communicators: Communicator) -> None:
+def broadcast_state(model: paddle.nn.Layer, *communicators: Communicator, tensor: Communicator | None = None) -> None:
     """Overwrites parameters and buffers, running statistics included, with those of the first of all ranks.
 
     Every dtype and shape; buffers that ``state_dict()`` leaves out too. Tensors keep their storage. All ranks of the
@@ -36,21 +36,35 @@ def broadcast_state(model: paddle.nn.Layer, *communicators: Communicator) -> Non
         model: built in the same way on every rank.
         communicators: one after the other they reach all ranks, beginning with the first; they must carry the dtypes
             at hand.
+        tensor: over the ranks that split layers between them: they share all but the parameters that are split
+            (``param.is_distributed``), of which each has its own.
 
     Raises:
         ConfigError: see ``check_state_exists``; before anything is sent.
         CommError: a peer is gone, late, or sends something of another name or size.
     """
     check_state_exists(model)
+    if tensor is not None:
+        shared = [(name, value) for name, value in _state(model) if not getattr(value, "is_distributed", False)]
+        broadcast_tensors(shared, tensor)
     for communicator in communicators:
-        _broadcast_over(model, communicator)
+        broadcast_tensors(list(_state(model)), communicator)
 
 
 @paddle.no_grad()
-def _broadcast_over(model: paddle.nn.Layer, communicator: Communicator) -> None:
+def broadcast_tensors(named: Sequence[tuple[str, paddle.Tensor]], communicator: Communicator) -> None:
+    """Overwrites tensors in place with those of the first rank, in one order on all; returns when they are there.
+
+    Args:
+        named: name and tensor, of any dtype and shape, the same on all ranks; none without elements.
+        communicator: over the ranks.
+
+    Raises:
+        CommError: a peer is gone, late, or sends something of another name or shape.
+    """
     device = current_device()
     under_way = []
-    for name, tensor in _state(model):
+    for name, tensor in named:
         flat = tensor.detach().reshape([-1])
         if device.has_streams and flat.dtype == paddle.bool:
             flat = flat.cast("uint8")  # not every device can see it as bytes

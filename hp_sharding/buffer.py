@@ -10,7 +10,10 @@ import paddle
 from paddle.base import core
 from paddle.base.framework import EagerParamBase
 
+from .comm import add_into, cast_into
+from .config import SHORT_DTYPES
 from .errors import LayoutError, StateError
+from .precision import dtype_name, keep_changes
 
 if TYPE_CHECKING:
     from .comm import Communicator, Work
@@ -57,7 +60,8 @@ class BufferPlace(NamedTuple):
         rank: in the shard group.
         gather: its gather lane.
         pool: where full tensors come from and go.
-        keeps_full: leaves the full tensor allocated between steps (stages 1 and 2): the shard is then its own slice.
+        keeps_full: leaves the full tensor allocated between steps (stages 1 and 2): the shard is then its own slice,
+            unless precision is mixed.
         status: at first; SHARDED needs no more memory than the shard, and frees what the parameters had.
     """
 
@@ -78,8 +82,8 @@ class FusedCommBuffer:
         layout: the arithmetic of the bucket.
         params: its parameters, in slot order.
         status: see ``Status``; READY at first, since the user's initial weights are in place, but for stage 3.
-        shard: flat tensor of ``layout.shard_numel`` elements of the bucket's dtype, always valid; what the optimizer
-            updates.
+        shard: flat tensor of ``layout.shard_numel`` elements of ``layout.dtypes.shard``, always valid; what the
+            optimizer updates.
         place: its rank, lane and pool.
         slices: the parts of parameters that lie in the shard.
         gradient: its full gradient, while there is one.
@@ -97,7 +101,11 @@ class FusedCommBuffer:
         self._addresses: list[int] = []
         self._absent = self._absent_vectors()
         self._versions: list[int] = []
-        self.shard = self._adopt_shards() if self.status is Status.SHARDED else self._adopt_params()
+        dtypes = layout.dtypes
+        self._wire = None if dtypes.gather == dtypes.param else dtypes.gather
+        self._wire_argument = {} if self._wire is None else {"wire_dtype": self._wire}
+        self._shares = place.keeps_full and dtypes.shard_is_slice
+        self.shard = self._adopt()
         self.slices = self._make_slices()
         self.gradient = GradientStorage(layout, self.params, place.pool)
 
@@ -130,7 +138,7 @@ class FusedCommBuffer:
             # A function that is called with a parameter (paddle.sum(p)) passes every guard; let it fail, not read this.
             for param in self.params:
                 _release(param)
-        self._work = self.place.gather.all_gather(self._full, self.shard, label=self.name)
+        self._work = self.place.gather.all_gather(self._full, self.shard, label=self.name, **self._wire_argument)
         self.status = Status.SYNCING
         return self._work
 
@@ -181,13 +189,35 @@ class FusedCommBuffer:
     def store_full(self) -> None:
         """Copies this rank's part of the full tensor into the shard, so that writes to parameters are kept.
 
+        In mixed precision the shard is more exact than the parameters: only what is not its rounded value is copied.
+
         Raises:
             StateError: the bucket is not READY.
         """
         self._require(Status.READY, "store_full")
-        if not self.place.keeps_full:
-            assert self._full is not None
-            self.shard.copy_(self._own_slice(self._full), False)
+        if self._shares:
+            return
+        assert self._full is not None
+        own = self._own_slice(self._full)
+        if self.layout.dtypes.shard_is_slice:
+            self.shard.copy_(own, False)
+        else:
+            keep_changes(self.shard, own, self.layout.dtypes.gather)
+
+    def thaw(self) -> None:
+        """Its parameters train from now on: a 16-bit shard becomes a float32 master where precision is mixed.
+
+        The slices are then new ones.
+        """
+        dtypes = self.layout.dtypes
+        if dtypes.shard == dtypes.sum:
+            return
+        master = paddle.empty([self.layout.shard_numel], dtypes.sum)
+        cast_into(master, self.shard)
+        self.layout = self.layout._replace(dtypes=dtypes._replace(shard=dtypes.sum))
+        self._shares = False
+        self.shard = master
+        self.slices = self._make_slices()
 
     def check_params(self) -> None:
         """Raises LayoutError where a READY parameter has left its place in the full tensor (a cast, a swap)."""
@@ -198,7 +228,7 @@ class FusedCommBuffer:
                 raise LayoutError(
                     f"parameter '{param.name}' of bucket '{self.name}' no longer shares the bucket's storage: it was "
                     f"cast, moved or replaced after wrapping (expected {self.layout.dtype}, found "
-                    f"{str(param.dtype).split('.')[-1]}). Call Layer.to(...) before fleet.distributed_model, and write "
+                    f"{dtype_name(param)}). Call Layer.to(...) before fleet.distributed_model, and write "
                     "values with set_value or copy_"
                 )
 
@@ -222,7 +252,7 @@ class FusedCommBuffer:
     def _take_back(self, index: int) -> None:
         """Copies the value of a parameter that has storage of its own into its place, and gives it that place again."""
         param, slot = self.params[index], self.layout.slots[index]
-        if str(param.dtype).split(".")[-1] != self.layout.dtype or param.size != slot.numel:
+        if dtype_name(param) != self.layout.dtype or param.size != slot.numel:
             self.check_params()
         assert self._full is not None
         here = self._full._slice(slot.offset_numel, slot.end_numel)
@@ -268,26 +298,50 @@ class FusedCommBuffer:
             absent.set_value(paddle.full_like(absent, float("nan")))
         return written
 
-    def _adopt_params(self) -> paddle.Tensor:
+    def _adopt(self) -> paddle.Tensor:
+        """Takes over the parameters' values; returns the shard."""
+        if self.status is Status.SHARDED:
+            shard = self._adopt_shard()
+            self._take_dtype()
+            self._release_params()
+            return shard
+        shard = None if self._shares else self._adopt_shard()
+        full = self._adopt_full()
+        return self._own_slice(full) if shard is None else shard
+
+    def _adopt_full(self) -> paddle.Tensor:
         numel, dtype = self.layout.numel, self.layout.dtype
         full = paddle.zeros([numel], dtype) if self.place.keeps_full else self.place.pool.alloc(numel, dtype)
         if not self.place.keeps_full:
             full.zero_()
         for param, slot in zip(self.params, self.layout.slots, strict=True):
-            full._slice(slot.offset_numel, slot.end_numel).copy_(param.detach().flatten(), False)
+            here = full._slice(slot.offset_numel, slot.end_numel)
+            value = EagerParamBase.detach(param).flatten()
+            if self._wire is not None:
+                # As it will be after a gather, so that the first forward is no other than those to come.
+                travelled = paddle.empty([slot.numel], self._wire)
+                cast_into(travelled, value)
+                value = travelled
+            cast_into(here, value)
         self._set_full(full)
         self._bind_params()
-        own = self._own_slice(full)
-        return own if self.place.keeps_full else own.clone()
+        return full
 
-    def _adopt_shards(self) -> paddle.Tensor:
-        shard = paddle.zeros([self.layout.shard_numel], self.layout.dtype)
+    def _adopt_shard(self) -> paddle.Tensor:
+        shard = paddle.zeros([self.layout.shard_numel], self.layout.dtypes.shard)
         for piece in self.layout.pieces(self.place.rank):
-            own = self.params[piece.slot].detach().flatten()
+            own = EagerParamBase.detach(self.params[piece.slot]).flatten()
             own = own._slice(piece.param_offset_numel, piece.param_offset_numel + piece.numel)
-            shard._slice(piece.shard_offset_numel, piece.shard_offset_numel + piece.numel).copy_(own, False)
-        self._release_params()
+            cast_into(shard._slice(piece.shard_offset_numel, piece.shard_offset_numel + piece.numel), own)
         return shard
+
+    def _take_dtype(self) -> None:
+        """Parameters that have never been gathered say what they will be."""
+        for param, shape in zip(self.params, self._shapes, strict=True):
+            if dtype_name(param) != self.layout.dtype:
+                typed = paddle.empty([0], self.layout.dtype).get_tensor()
+                typed._set_dims(shape)
+                _point_at([typed], [param])
 
     def _set_full(self, full: paddle.Tensor) -> None:
         self._full = full
@@ -363,6 +417,8 @@ def _slice_of(param: EagerParamBase, view: paddle.Tensor) -> EagerParamBase:
 class GradientStorage:
     """The full gradient of one bucket: a flat tensor that exists from its first gradient until it has been reduced.
 
+    It is of ``layout.dtypes.gradient``, which may be wider than what autograd gives.
+
     The padding holds zero whenever the storage is allocated, so that sums over the whole flat tensor are sums over the
     gradients.
 
@@ -376,25 +432,28 @@ class GradientStorage:
         self.filled = [False] * len(params)
         self._layout = layout
         self._pool = pool
+        self._dtype = layout.dtypes.gradient
         self._gaps = layout.gaps()
         # One view object a parameter, of the parameter's shape, pointed at whatever storage is current.
-        self._views = [paddle.empty([0], param.dtype) for param in params]
+        self._views = [paddle.empty([0], self._dtype) for _ in params]
         self._shapes = [list(param.shape) for param in params]
 
     def alloc(self) -> None:
         """Takes storage; its parameters' content is undefined until ``put``, its padding zero."""
         assert self.full is None
-        self.full = self._pool.alloc(self._layout.numel, self._layout.dtype)
+        self.full = self._pool.alloc(self._layout.numel, self._dtype)
         self._pool.zero(self.full, self._gaps)
         _point_at(_slot_views(self.full, self._layout.slots, self._shapes), self._views)
 
     def put(self, index: int, gradient: paddle.Tensor) -> None:
         """Copies parameter ``index``'s gradient in, or adds it to what is there. ``gradient`` is only read."""
+        # Where gradients are differentiated in their turn, autograd must not record this.
+        gradient = gradient.detach()
+        plain = dtype_name(gradient) == self._dtype and self._dtype not in SHORT_DTYPES
         if self.filled[index]:
-            # Where gradients are differentiated in their turn, autograd must not record this.
-            self._views[index].add_(gradient.detach())
+            self._views[index].add_(gradient) if plain else add_into(self._views[index], gradient)
         else:
-            self._views[index].copy_(gradient, False)
+            self._views[index].copy_(gradient, False) if plain else cast_into(self._views[index], gradient)
             self.filled[index] = True
 
     def view(self, index: int) -> paddle.Tensor:

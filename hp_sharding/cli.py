@@ -10,6 +10,7 @@ import click
 
 from . import __version__
 from .errors import ConfigError
+from .run import run
 
 _EXAMPLES = """\b
 Examples:
@@ -34,6 +35,9 @@ Exit code: 0 all is well, 1 a check failed or a rank died, 2 wrong use.
 @click.version_option(__version__, prog_name="hp_sharding")
 def main() -> None:
     """Tools of hp_sharding, sharded data parallel training for PaddlePaddle."""
+
+
+main.add_command(run)
 
 
 @main.command(epilog=_EXAMPLES)
@@ -74,12 +78,13 @@ def doctor(nproc: int | None, max_mb: float | None, **options: Any) -> None:
     lists environment variables of Paddle and of communication libraries; look at it before you publish it.
     """
     # Paddle, and all that draws tables, only where they are needed.
-    from .doctor import Request, run
+    from .doctor import Request
+    from .doctor import run as examine
 
     _check_folder(options["output"])
     request = Request(max_mb=max_mb or (16.0 if options["quick"] else 64.0), **options)
     try:
-        code = run(request, nproc=nproc)
+        code = examine(request, nproc=nproc)
     except ConfigError as error:
         raise click.UsageError(str(error)) from error
     sys.exit(code)

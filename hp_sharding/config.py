@@ -27,6 +27,12 @@ from .errors import ConfigError
 
 _LOGGER = logging.getLogger("hp_sharding")
 _BYTES_PER_MB = 1024 * 1024
+_FLAGS = (
+    "allgather_overlap", "reduce_overlap", "comm_fusion", "cast_forward_inputs", "main_grad", "broadcast_buffers",
+    "timeline",
+)  # fmt: skip
+SHORT_DTYPES = ("bfloat16", "float16")
+"""Those whose sums are formed in float32."""
 
 # Where a user who knows another table of settings is likely to have meant something else than the nearest spelling.
 _KEYS_OF_OTHER_TABLES = {
@@ -65,10 +71,21 @@ class ShardingConfig:
             names, as in ``model.named_sublayers()``, or Layer classes, values bools; what it does not name is freed.
         units: layers that are gathered together: ``"auto"`` = each item of a LayerList/Sequential of parameterised
             layers, or a list of Layer classes.
-        param_dtype: dtype the layers compute with. Only None, as they are, is supported yet.
-        gather_dtype: dtype that travels in the gather. Only None, ``param_dtype``, is supported yet.
-        reduce_dtype: dtype that travels in the reduction. Only None, that of the gradient, is supported yet.
-        main_grad: accumulate gradients in float32. Only False is supported yet.
+        param_dtype: dtype the layers compute with, ``"float32"``, ``"bfloat16"`` or ``"float16"`` (Paddle's own dtypes
+            are taken too); None, as they are. The parameters change to it, floating-point inputs of each unit's forward
+            are cast to it, and float32 shards ("masters") are what the optimizer updates.
+        cast_forward_inputs: False leaves the inputs of units as they are; without ``param_dtype`` it has no effect.
+        gather_dtype: dtype that travels in the gather; None, that of the parameters. A 16-bit one under float32
+            parameters halves the bytes: layers compute in float32 with values that were rounded to 16 bits, the
+            optimizer updates float32 masters that were not.
+        reduce_dtype: dtype that travels in the reduction; None, that in which the gradient is accumulated. Sums of what
+            travels are formed in float32.
+        main_grad: accumulate gradients in float32 whatever the parameters are, in ``param.main_grad`` in stage 1.
+            Implies float32 masters.
+        check_nan_inf: ``"off"``; or count non-finite gradients in each ``step()`` and name bucket and layer: ``"warn"``
+            in the log, ``"raise"`` as a StateError on every rank before a parameter has changed.
+        broadcast_buffers: give the first rank's buffers and running statistics, such as BatchNorm's, to all in
+            ``step()``, where a forward has written them; False leaves each rank its own.
         gradient_scale: ``"mean"`` over all data ranks, ``"sum"``, or a positive divisor of the sum. Each sum is divided
             once, before clipping and the update.
         timeout_s: seconds that a collective waits for a late rank, and that its transfer may take; beyond them it fails
@@ -90,15 +107,18 @@ class ShardingConfig:
     reshard_after_forward: bool | Mapping[str | type, bool] = True
     units: Literal["auto"] | tuple[type, ...] = "auto"
     param_dtype: Any = None
+    cast_forward_inputs: bool = True
     gather_dtype: Any = None
     reduce_dtype: Any = None
     main_grad: bool = False
+    check_nan_inf: Literal["off", "warn", "raise"] = "off"
+    broadcast_buffers: bool = True
     gradient_scale: Literal["mean", "sum"] | float = "mean"
     timeout_s: float = 300.0
     timeline: bool = False
 
     def __post_init__(self) -> None:
-        for key in ("allgather_overlap", "reduce_overlap", "comm_fusion", "main_grad", "timeline"):
+        for key in _FLAGS:
             self._keep(key, _as_bool(key, getattr(self, key)))
         if self.reshard_after_step is not None:
             self._keep("reshard_after_step", _as_bool("reshard_after_step", self.reshard_after_step, "or None"))
@@ -110,8 +130,11 @@ class ShardingConfig:
         self._keep("units", _as_units(self.units))
         self._keep("gradient_scale", _as_gradient_scale(self.gradient_scale))
         self._keep("timeout_s", float(_as_positive("timeout_s", self.timeout_s, "a positive number of seconds")))
-        self._refuse_mixed_precision()
+        for key in ("param_dtype", "gather_dtype", "reduce_dtype"):
+            self._keep(key, _as_dtype(key, getattr(self, key)))
+        self._keep("check_nan_inf", _as_choice("check_nan_inf", self.check_nan_inf, ("off", "warn", "raise")))
         self._check_reshards()
+        self._check_gather_dtype()
         if self.prefetch_depth is not None and not self.reshards_after_step:
             _warn_prefetch_depth_unused()
 
@@ -130,18 +153,11 @@ class ShardingConfig:
                 f"3 only, and stage={self.stage}; leave it out"
             )
 
-    def _refuse_mixed_precision(self) -> None:
-        for key in ("param_dtype", "gather_dtype", "reduce_dtype"):
-            value = getattr(self, key)
-            if value is not None:
-                raise ConfigError(
-                    f"{key}={value!r}: mixed precision is not supported yet; leave it None, and the parameters and "
-                    f"gradients are computed and sent in the dtype that the model has"
-                )
-        if self.main_grad:
+    def _check_gather_dtype(self) -> None:
+        if self.param_dtype in SHORT_DTYPES and self.gather_dtype not in (None, self.param_dtype):
             raise ConfigError(
-                "main_grad=True is not supported yet; leave it False and keep the model in float32, whose gradients "
-                "are accumulated in float32"
+                f"gather_dtype={self.gather_dtype!r} with param_dtype={self.param_dtype!r}: layers that compute with "
+                "16 bits need no more and no other bits; leave gather_dtype out"
             )
 
     @classmethod
@@ -252,6 +268,23 @@ def _as_choice_by_unit(key: str, value: object) -> bool | dict[str | type, bool]
         if not isinstance(choice, (bool, np.bool_)):
             raise _bad_value(key, value, f"{expected}; {choice!r} is neither True nor False")
     return {unit: bool(choice) for unit, choice in value.items()}
+
+
+def _as_dtype(key: str, value: object) -> str | None:
+    if value is None:
+        return None
+    # Paddle's dtypes print as paddle.bfloat16; this module stays free of Paddle.
+    name = value if isinstance(value, str) else str(value)
+    name = name.removeprefix("paddle.")
+    if name not in ("float32", *SHORT_DTYPES):
+        raise _bad_value(key, value, "'float32', 'bfloat16', 'float16' or None")
+    return name
+
+
+def _as_choice(key: str, value: object, choices: tuple[str, ...]) -> str:
+    if not isinstance(value, str) or value not in choices:
+        raise _bad_value(key, value, " or ".join(map(repr, choices)))
+    return value
 
 
 def _as_prefetch_depth(value: object) -> int | None:

@@ -22,21 +22,23 @@ class Facts(NamedTuple):
         failed: the backward raised, so that the sums are not what they should be.
         repeats: for each bucket, whether a gradient came in after its reduction was launched.
         used: for each parameter, whether it got a gradient.
+        written: for each tensor of ``RunningState``, whether a forward may have written it.
     """
 
     new_order: bool
     failed: bool
     repeats: list[bool]
     used: list[bool]
+    written: Sequence[bool] = ()
 
 
 class Agreement:
     """``Facts`` under way: added up over the ranks of one lane after the other, which reach all data ranks together."""
 
     def __init__(self, facts: Facts, lanes: Sequence[Communicator], *, label: str) -> None:
-        counts = [facts.new_order, facts.failed, *facts.repeats, *facts.used]
+        counts = [facts.new_order, facts.failed, *facts.repeats, *facts.used, *facts.written]
         self._counts = host_tensor(counts, "int32")
-        self._n_buckets = len(facts.repeats)
+        self._facts = facts
         self.work: Work = lanes[0].all_reduce(self._counts, label=label)
         for lane in lanes[1:]:
             self.work = lane.all_reduce(self._counts, label=label, after=self.work)
@@ -44,8 +46,11 @@ class Agreement:
     def result(self) -> Facts:
         """The facts that hold on any rank. Call only after ``work.wait()``."""
         agreed = (self._counts.numpy() > 0).tolist()
-        split = 2 + self._n_buckets
-        return Facts(agreed[0], agreed[1], agreed[2:split], agreed[split:])
+        used_from = 2 + len(self._facts.repeats)
+        written_from = used_from + len(self._facts.used)
+        return Facts(
+            agreed[0], agreed[1], agreed[2:used_from], agreed[used_from:written_from], agreed[written_from:]
+        )
 
 
 def publish(orders: Sequence[Sequence[int]], lanes: Sequence[Communicator]) -> list[list[int]]:

@@ -134,6 +134,8 @@ class QueuedGathers(Gathers):
         """Part of ``Gathers``."""
         for buffer in self.buffers:
             if buffer.status is Status.READY:
+                if not self.keeps_full:
+                    buffer.keep_writes()
                 buffer.store_full()
         for bucket in (bucket for bucket in self.order if bucket in set(freed)):
             self.buffers[bucket].free()
@@ -142,6 +144,9 @@ class QueuedGathers(Gathers):
     def begin_step(self) -> None:
         """Part of ``Gathers``."""
         self.start_all()
+        for buffer in self.buffers:
+            if buffer.status is Status.READY:
+                buffer.store_full()  # a write through NumPy, or of an initializer, shows no sign
 
     def take_update(self, bucket: int) -> None:
         """Part of ``Gathers``."""

@@ -11,12 +11,13 @@ Both mappings of a layer, ``_parameters`` and ``_sub_layers``, also refuse what 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from paddle import nn
+from paddle import Tensor, nn
 from paddle.base.framework import EagerParamBase, _current_expected_place_
 
 from .errors import LayoutError, StateError
@@ -78,6 +79,17 @@ class GuardedParameter(EagerParamBase):
         """``clear_gradient()``."""
         self.clear_gradient()
 
+    def _grad_ivar(self) -> Any:
+        """Where Paddle's optimizers look: ``grad``, but an error for one that updates whole parameters."""
+        if _keeper_of(self) is not None and _caller(2).startswith(_WHOLE_OPTIMIZERS):
+            raise StateError(
+                f"parameter '{self.name}': a sharded optimizer updates it, but another one ({_caller(2)}) looks for "
+                "its whole gradient, of which there is none, or only this rank's. Call step() of the one that "
+                "fleet.distributed_optimizer or hp_sharding.shard returned, without a LookAhead or ModelAverage around "
+                "or beside it; average parameters inside 'with hp_sharding.full_parameters(model):'"
+            )
+        return EagerParamBase._grad_ivar(self)
+
     @property
     def place(self) -> Any:
         """Where the value is, or where it will be once it is gathered."""
@@ -85,8 +97,19 @@ class GuardedParameter(EagerParamBase):
 
     @property
     def grad(self) -> Any:
-        """In stage 1 this rank's own gradient; setting it to None clears it, setting anything else is an error."""
-        return EagerParamBase.grad.__get__(self)
+        """In stage 1 this rank's own gradient; setting it to None clears it, setting anything else is an error.
+
+        Paddle's functions that clip the gradients of a list of parameters are refused, since they would see this rank's
+        own ones in stage 1, and none in the others.
+        """
+        gradient = EagerParamBase.grad.__get__(self)
+        if _keeper_of(self) is not None:
+            caller = _caller(2)
+            if caller in _CLIPPERS:
+                raise StateError(f"parameter '{self.name}': {_CLIPPERS[caller]}")
+            if gradient is not None:
+                _count_writes(gradient)
+        return gradient
 
     @grad.setter
     def grad(self, value: Any) -> None:
@@ -98,8 +121,43 @@ class GuardedParameter(EagerParamBase):
         else:
             raise StateError(
                 f"parameter '{self.name}': it is reduced during backward, so setting its gradient changes nothing. "
-                "Scale the loss, give the optimizer a grad_clip, or register a hook on the parameter instead"
+                "Use optimizer.set_full_grad(param, value) on every rank, or edit optimizer.local_grads() in place"
             )
+
+    grad_ = grad
+
+
+_CLIPPERS = {
+    "paddle.nn.utils.clip_grad_norm_": "paddle.nn.utils.clip_grad_norm_ does not see the reduced gradients, and would "
+    "clip nothing or too little. Call optimizer.clip_grad_norm(max_norm), on every rank, or give the optimizer a "
+    "paddle.nn.ClipGradByGlobalNorm",
+    "paddle.nn.utils.clip_grad_value_": "paddle.nn.utils.clip_grad_value_ does not see the reduced gradients, and "
+    "would clip nothing or this rank's own. Give the optimizer a paddle.nn.ClipGradByValue, or clip what "
+    "optimizer.local_grads() returns in place",
+}
+"""Modules of functions that clip the gradients of parameters, and what to say to their callers."""
+
+
+def _count_writes(gradient: Any) -> None:
+    """Has the writes that Paddle does not count raise ``inplace_version`` as all others do."""
+    reference = weakref.ref(gradient)
+    for name in ("set_value", "copy_"):
+        setattr(gradient, name, functools.partial(_counted_write, reference, name))
+
+
+def _counted_write(reference: Callable[[], Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    gradient = reference()
+    result = getattr(Tensor, name)(gradient, *args, **kwargs)
+    gradient._bump_inplace_version()
+    return result
+
+
+_WHOLE_OPTIMIZERS = ("paddle.optimizer.", "paddle.incubate.optimizer.")
+
+
+def _caller(depth: int) -> str:
+    """Name of the module whose function, so many calls up, called the method that asks."""
+    return str(sys._getframe(depth).f_globals.get("__name__", ""))
 
 
 def _keeper_of(param: EagerParamBase) -> ValueKeeper | None:
@@ -108,6 +166,7 @@ def _keeper_of(param: EagerParamBase) -> ValueKeeper | None:
 
 
 _WRITES = frozenset(("set_value", "copy_", "zero_", "fill_", "__setitem__", "_clear", "get_tensor", "value"))
+_RESHAPES = frozenset(("t_", "transpose_", "reshape_", "resize_", "flatten_", "squeeze_", "unsqueeze_", "cast_"))
 _PRIVATE_VALUES = ("_to", "_copy_to", "_md5sum")
 """What ``Layer.astype`` and debug prints call."""
 _METADATA = (
@@ -135,6 +194,12 @@ def _guarded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         keeper = _keeper_of(self)
         if keeper is None:
             return method(self, *args, **kwargs)
+        if name in _RESHAPES:
+            raise LayoutError(
+                f"parameter '{self.name}': {name}() would change its shape or dtype {list(self.shape)}, but it has a "
+                "fixed place in its bucket, from which the next gather would undo that. Change it before the model is "
+                f"wrapped, or work on a new tensor: param.{name[:-1]}()"
+            )
         keeper.make_readable(self)
         result = method(self, *args, **kwargs)
         if writes:

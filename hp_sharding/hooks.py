@@ -1,9 +1,10 @@
 """Hooks: the only place that registers any. They see what happens; the schedule decides what follows.
 
-No hook keeps the schedule or a layer alive, none changes inputs, outputs or gradients, and all are deaf in deep copies
-of the model. In stage 3 a backward needs parameters that have been freed, and Paddle has no hook for "this layer's
-backward begins": so what a layer returns is watched, and what it keeps as an attribute, such as an auxiliary loss. The
-hook on such a tensor fires when its gradient is complete, before the operation that made it is differentiated.
+No hook keeps the schedule or a layer alive, none changes outputs or gradients, and all are deaf in deep copies of the
+model; but the one that casts inputs for 16-bit parameters, which a copy has too. In stage 3 a backward needs parameters
+that have been freed, and Paddle has no hook for "this layer's backward begins": so what a layer returns is watched, and
+what it keeps as an attribute, such as an auxiliary loss. The hook on such a tensor fires when its gradient is complete,
+before the operation that made it is differentiated.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from . import backward
 from .errors import StateError
 from .gathers import Place
 from .outputs import ATOMS, kept_tensors, tensors_in
+from .precision import cast_inputs
 from .residency import Call
 
 
@@ -98,6 +100,26 @@ def watch_tensors(target: HookTarget, values: Any, call: Call) -> None:
         if not (tensor.stop_gradient or tensor.is_leaf):
             hook = hook or _tensor_hook(target, lambda living: living.enter_backward(call))
             tensor.register_hook(hook)
+
+
+def hook_inputs(layer: nn.Layer, dtype: str) -> None:
+    """Has floating-point inputs of the layer's forward cast to ``dtype``, before any other hook sees them."""
+
+    def cast(_: nn.Layer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return cast_inputs(args, dtype), cast_inputs(kwargs, dtype)
+
+    layer.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
+
+
+def show_inputs(layer: nn.Layer, look: Callable[[Any], None]) -> None:
+    """Calls ``look((args, kwargs))`` before each forward of the layer, and before all hooks that are there already."""
+    layer_ref = weakref.ref(layer)
+
+    def before(caller: nn.Layer, args: Any, kwargs: Any) -> None:
+        if caller is layer_ref():
+            look((args, kwargs))
+
+    layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
 
 def hook_gradient(target: HookTarget, param: EagerParamBase, place: Place) -> None:

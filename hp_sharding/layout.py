@@ -19,16 +19,51 @@ and the reduction of the first ones is their shortness alone; and where the link
 last one begins when all gathers are over."""
 
 
+ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+"""Of the dtypes that can train."""
+
+
+class Dtypes(NamedTuple):
+    """What one bucket is made of, by name such as ``"float32"``; all the same unless precision is mixed.
+
+    Attributes:
+        param: of the full tensor, and so of the parameters: what the layers compute with.
+        shard: of this rank's persistent shard, which the optimizer updates.
+        gather: what travels in the all-gather.
+        gradient: of the full local gradient, in which micro-batches add up.
+        reduce: what travels in the reduction.
+        sum: of the reduced gradient of the shard; that of the shard, or what the shard becomes when it thaws.
+    """
+
+    param: str
+    shard: str
+    gather: str
+    gradient: str
+    reduce: str
+    sum: str
+
+    @classmethod
+    def of_one(cls, dtype: str) -> Dtypes:
+        """All of one dtype."""
+        return cls(*[dtype] * len(cls._fields))
+
+    @property
+    def shard_is_slice(self) -> bool:
+        """Whether the shard can be the full tensor's own slice, which then holds what the shard must hold."""
+        return self.param == self.shard == self.gather
+
+
 class ParamSpec(NamedTuple):
     """What the layout needs to know of one parameter.
 
     Attributes:
         name: structured name, as in ``model.state_dict()``.
         numel: elements, at least 1.
-        dtype: name of the dtype, such as ``"float32"``.
+        dtype: name of the dtype that it has while gathered, such as ``"float32"``.
         itemsize: bytes of one element.
         unit: index of its unit, in the order in which the model holds the units.
         frozen: True where it takes no gradient when wrapped; such parameters get buckets of their own.
+        dtypes: where precision is mixed; ``dtypes.param`` is ``dtype``.
     """
 
     name: str
@@ -37,6 +72,12 @@ class ParamSpec(NamedTuple):
     itemsize: int
     unit: int
     frozen: bool
+    dtypes: Dtypes | None = None
+
+    @property
+    def all_dtypes(self) -> Dtypes:
+        """``dtypes``, or ``dtype`` everywhere."""
+        return self.dtypes or Dtypes.of_one(self.dtype)
 
 
 class Slot(NamedTuple):
@@ -67,9 +108,11 @@ class BucketLayout(NamedTuple):
     Attributes:
         number: place in registration order, which is the first guess of the forward's order.
         name: for people: the unit it belongs to, or the first and last one.
+        dtype: of the full tensor, ``dtypes.param``; ``itemsize`` are the bytes of its elements.
         units: indices of the units whose parameters it holds.
         numel: elements with padding, a multiple of ``nranks``.
         nranks: shards it splits into.
+        dtypes: of everything that belongs to the bucket.
     """
 
     number: int
@@ -81,6 +124,7 @@ class BucketLayout(NamedTuple):
     slots: tuple[Slot, ...]
     numel: int
     nranks: int
+    dtypes: Dtypes
 
     @property
     def shard_numel(self) -> int:
@@ -89,8 +133,23 @@ class BucketLayout(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole bucket with padding."""
+        """Bytes of the whole bucket with padding, gathered."""
         return self.numel * self.itemsize
+
+    @property
+    def gradient_nbytes(self) -> int:
+        """Bytes of its full local gradient."""
+        return self.numel * ITEM_BYTES[self.dtypes.gradient]
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Bytes of one rank's shard."""
+        return self.shard_numel * ITEM_BYTES[self.dtypes.shard]
+
+    @property
+    def sum_nbytes(self) -> int:
+        """Bytes of the reduced gradient of one rank's shard."""
+        return self.shard_numel * ITEM_BYTES[self.dtypes.sum]
 
     def gaps(self) -> list[tuple[int, int]]:
         """Ranges of padding, as (start, end) in elements; they hold zero in every gradient."""
@@ -146,10 +205,10 @@ def plan_buckets(params: Sequence[ParamSpec], unit_names: Sequence[str], rules: 
 
 
 def _families(params: Sequence[ParamSpec]) -> Iterable[list[int]]:
-    """Parameters that may share a bucket: one dtype, and frozen ones apart from those that train."""
-    families: dict[tuple[str, bool], list[int]] = {}
+    """Parameters that may share a bucket: of the same dtypes, and frozen ones apart from those that train."""
+    families: dict[tuple[Dtypes, bool], list[int]] = {}
     for index, spec in enumerate(params):
-        families.setdefault((spec.dtype, spec.frozen), []).append(index)
+        families.setdefault((spec.all_dtypes, spec.frozen), []).append(index)
     return families.values()
 
 
@@ -236,7 +295,8 @@ def _lay_out(
     index: int, members: list[int], params: Sequence[ParamSpec], unit_names: Sequence[str], nranks: int
 ) -> BucketLayout:
     first = params[members[0]]
-    aligned_numel = ALIGNMENT_BYTES // first.itemsize
+    # Everything that is cut in the same places is aligned, the narrowest included.
+    aligned_numel = ALIGNMENT_BYTES // min(ITEM_BYTES[name] for name in first.all_dtypes)
     slots = []
     offset_numel = 0
     for member in members:
@@ -253,6 +313,7 @@ def _lay_out(
         slots=tuple(slots),
         numel=round_up(slots[-1].end_numel, nranks * aligned_numel),
         nranks=nranks,
+        dtypes=first.all_dtypes,
     )
 
 
@@ -287,19 +348,21 @@ def model_state_bytes(
     ``1 + units_ahead`` units of parameters, the largest that stand side by side.
 
     ``b`` and ``g`` are bytes of a parameter and a gradient, ``o`` those of a persistent shard (none where the shard is
-    a slice of the full tensor), ``m`` = ``moment_bytes`` the optimizer's moments for each element (Adam: 8). Where the
-    full tensor is freed between steps (``keeps_full`` False), ``bP`` counts only while gathered. The formula follows
-    the ZeRO paper (Rajbhandari et al., 2020), with padding counted as it is laid out.
+    a slice of the full tensor), ``m`` = ``moment_bytes`` the optimizer's moments for each element (Adam: 8). In mixed
+    precision a reduced gradient has the bytes of the shard that it updates, not ``g``. Where the full tensor is freed
+    between steps (``keeps_full`` False), ``bP`` counts only while gathered. The formula follows the ZeRO paper
+    (Rajbhandari et al., 2020), with padding counted as it is laid out.
     """
     full = sum(bucket.nbytes for bucket in buckets) if stage < 3 else _largest_run_bytes(buckets, 1 + units_ahead)
     trained = [bucket for bucket in buckets if not bucket.frozen]
-    trained_full = sum(bucket.nbytes for bucket in trained)
-    in_flight = 2 * max((bucket.nbytes for bucket in trained), default=0)
+    trained_full = sum(bucket.gradient_nbytes for bucket in trained)
+    in_flight = 2 * max((bucket.gradient_nbytes for bucket in trained), default=0)
+    apart = [bucket for bucket in buckets if not (keeps_full and bucket.dtypes.shard_is_slice)]
     return ModelStateBytes(
         parameters=full,
         gradients=trained_full if stage == 1 else min(in_flight, trained_full),
-        gradient_shard=sum(bucket.shard_numel * bucket.itemsize for bucket in trained),
-        shard=0 if keeps_full else sum(bucket.shard_numel * bucket.itemsize for bucket in buckets),
+        gradient_shard=sum(bucket.sum_nbytes for bucket in trained),
+        shard=sum(bucket.shard_nbytes for bucket in apart),
         moments=sum(bucket.shard_numel for bucket in trained) * moment_bytes,
     )
 

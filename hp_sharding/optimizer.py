@@ -17,8 +17,11 @@ from .comm import allocated_bytes
 from .config import ShardingConfig
 from .errors import ConfigError
 from .facts import publish
-from .layout import model_state_bytes
+from .gradients import LocalGrad, ReducedGradients
+from .layout import BucketLayout, model_state_bytes
+from .nonfinite import NonFiniteCheck
 from .reduction import Reducer
+from .scaling import SCALER_GRADIENTS, SCALER_READS, is_scaler, plain_answer
 from .schedule import Schedule
 from .timeline import Timeline
 from .updates import InnerUpdates
@@ -26,8 +29,6 @@ from .updates import InnerUpdates
 if TYPE_CHECKING:
     from .comm import Communicator, Fingerprint
 
-_SCALER_READS = ("_param_groups", "_parameter_list")
-"""Where a loss scaler looks for the gradients that it divides."""
 TOGETHER_BYTES = 1 << 18
 """Shards of neighbours that one call of the inner optimizer updates: a call costs 20 us whatever there is to do. Until
 it returns the gathers of all of them wait; with AdamW, for this much, 0.15 ms."""
@@ -56,7 +57,7 @@ class ShardedOptimizer:
         timeline: Timeline,
         fingerprint: Fingerprint | None = None,
     ) -> None:
-        self._inner_opt = inner
+        self._inner = inner
         self._schedule = schedule
         self._arena = arena
         self._updates = updates
@@ -64,24 +65,42 @@ class ShardedOptimizer:
         self.timeline = timeline
         self._fingerprint = fingerprint
         self.param2bucket = {name: [schedule.buffers[bucket]] for name, bucket in names.items()}
+        self._gradients = self._make_gradients(list(names.items()))
         self._steps = 0
         self._baseline_bytes = 0
 
     def __getattr__(self, name: str) -> Any:
-        # Only called for what is not found here. '_inner_opt' itself is missing while a copy is being made.
-        if name == "_inner_opt":
+        # Only called for what is not found here. '_inner' itself is missing while a copy is being made.
+        if name == "_inner":
             raise AttributeError(name)
-        if name in _SCALER_READS and sys._getframe(1).f_globals.get("__name__", "").startswith("paddle.amp."):
-            raise ConfigError(
-                "paddle.amp.GradScaler: loss scaling of sharded gradients is not supported yet, and it would divide "
-                "nothing without a word. Use bfloat16 or float32, which need none, or GradScaler(enable=False)"
+        if name in SCALER_READS and is_scaler(sys._getframe(1)):
+            return self._gradients.for_scaler() if name in SCALER_GRADIENTS else plain_answer(name)
+        return getattr(self._inner, name)
+
+    def _make_gradients(self, places: list[tuple[str, int]]) -> ReducedGradients:
+        reducer = self._reducer
+        names = [[name for name, bucket in places if bucket == buffer.layout.number] for buffer in self.buffers]
+        check = None
+        if self.config.check_nan_inf != "off":
+            check = NonFiniteCheck(
+                self.buffers,
+                self._arena,
+                names=names,
+                sums=self._updates.sums,
+                raises=self.config.check_nan_inf == "raise",
+                speaks=reducer.lanes.is_first,
             )
-        return getattr(self._inner_opt, name)
+        return ReducedGradients(self.buffers, reducer, self._arena, updates=self._updates, names=names, check=check)
 
     @property
     def buffers(self) -> list[FusedCommBuffer]:
         """All buckets, in registration order."""
         return list(self._schedule.buffers)
+
+    @property
+    def _inner_opt(self) -> Any:
+        """The optimizer inside, where callers of Paddle's wrappers look for it."""
+        return self._inner
 
     @property
     def _reducer(self) -> Reducer:
@@ -100,20 +119,26 @@ class ShardedOptimizer:
         Raises:
             CommError: a collective failed.
             StateError: the backward failed on some rank; call ``clear_grad()`` everywhere.
+                Or gradients are not finite, with ``check_nan_inf="raise"``.
             LayoutError: a parameter was cast or replaced after wrapping.
         """
         self._schedule.begin_step()
-        self._reducer.reduce_leftovers()
-        if self._reducer.settle():
+        if self._gradients.settle():
             self._publish_orders()
+        running = self._reducer.running
+        if running is not None:
+            running.start()
         stale = [bucket for bucket in self._schedule.gathers.order if self._updates.is_due(bucket, self._reducer.used)]
         self._arena.zero_unsummed()
-        if self._updates.clips_by_norm:
-            self._finish_reductions()
-            self._arena.average(range(len(self.buffers)))
-            self._updates.clip()
+        if self._gradients.skips_step(self._inner):
+            stale = []
+        else:
+            self._gradients.clip_for_step()
         self._update(stale)
+        self._gradients.end_step()
         self._finish_reductions()
+        if running is not None:
+            running.finish()
         self._schedule.gathers.end_step()
         self._steps += 1
         if self._fingerprint is not None:
@@ -131,6 +156,7 @@ class ShardedOptimizer:
         """
         self._schedule.forget_forward()
         self._reducer.clear(set_to_zero)
+        self._gradients.end_step()
 
     clear_gradients = clear_grad
 
@@ -162,41 +188,109 @@ class ShardedOptimizer:
         finally:
             reducer.sync, reducer.replicate = before
 
+    @paddle.no_grad()
     def full_grad(self, param: paddle.Tensor) -> paddle.Tensor | None:
         """The reduced, averaged gradient of ``param``, whole, on every rank; None where it has had none.
 
-        A new tensor of the parameter's shape and dtype. Collective: every rank calls it, between ``backward()`` and
-        ``clear_grad()``.
+        A new tensor of the parameter's shape, in the dtype of the reduced gradient: float32 where precision is mixed,
+        else the parameter's. Collective: every rank calls it, between ``backward()`` and ``clear_grad()``.
 
         Raises:
             ConfigError: the parameter is not one that this optimizer updates.
             StateError: the backward failed on some rank.
             CommError: a collective failed.
         """
-        buffer, index = self._find(param)
-        bucket = buffer.layout.number
-        self._reducer.reduce_leftovers()
-        self._reducer.settle()
-        if not self._reducer.used[bucket][index]:
-            return None
-        self._arena.zero_unsummed()
-        self._reducer.wait(bucket)
-        self._arena.average([bucket])
-        full = paddle.empty([buffer.layout.numel], buffer.layout.dtype)
-        buffer.place.gather.all_gather(full, self._arena.slice(bucket), label=f"{buffer.name}, full_grad").wait()
-        slot = buffer.layout.slots[index]
-        return full._slice(slot.offset_numel, slot.end_numel).clone().reshape(param.shape)
+        return self._gradients.full(param)
+
+    @paddle.no_grad()
+    def set_full_grad(self, param: paddle.Tensor, value: Any) -> None:
+        """Puts ``value`` in the place of the reduced, averaged gradient of ``param``; ``step()`` reads it there.
+
+        It is neither reduced nor divided; a later backward adds to it. Every rank calls it, between ``backward()`` and
+        ``step()`` and with the same value. It waits for reductions and sends nothing itself. In stage 1 ``param.grad``
+        stays this rank's own gradient.
+
+        Args:
+            param: one that this optimizer updates; it may have had no gradient.
+            value: tensor or array of the parameter's shape, of any floating-point dtype.
+
+        Raises:
+            ConfigError: the parameter is not one that this optimizer updates, or the shapes differ.
+            StateError: the backward failed on some rank.
+            CommError: a collective failed.
+        """
+        self._gradients.set_full(param, value)
+
+    @paddle.no_grad()
+    def local_grads(self) -> list[LocalGrad]:
+        """This rank's parts of the reduced, averaged gradients, to be read and edited in place before ``step()``.
+
+        One for each parameter that has had a gradient and of which this rank holds a part; together the ranks of the
+        shard group hold each element once. What is written to ``gradient``, flat and without a copy, counts in
+        ``step()``, and a later backward adds to it. Replicas must write the same. Every rank calls it; it waits for
+        reductions and sends nothing itself. The views belong to the time until ``step()`` or ``clear_grad()``.
+
+        Raises:
+            StateError: the backward failed on some rank.
+            CommError: a collective failed.
+        """
+        return self._gradients.local()
+
+    @paddle.no_grad()
+    def grad_norm(self) -> float:
+        """The global 2-norm of the reduced, averaged gradients of all parameters, whatever ``need_clip`` says.
+
+        Each element counts once, and the value is the same on every rank. Parameters without a gradient count as zero.
+        Collective: every rank calls it, after ``backward()``. The host waits for the value.
+
+        Raises:
+            StateError: the backward failed on some rank.
+            CommError: a collective failed.
+        """
+        return float(self._gradients.norm())
+
+    @paddle.no_grad()
+    def clip_grad_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> paddle.Tensor:
+        """Scales all gradients so that their global norm is at most ``max_norm``, as ``clip_grad_norm_`` does.
+
+        In place of ``paddle.nn.utils.clip_grad_norm_(model.parameters(), max_norm)``, with its formula: multiplies by
+        ``max_norm / (norm + 1e-6)`` if that is below one, whatever ``need_clip`` says. ``step()`` neither reduces nor
+        divides again. Collective: every rank calls it, between ``backward()`` and ``step()``.
+
+        Args:
+            max_norm: the bound.
+            norm_type: 2.0 only.
+            error_if_nonfinite: raise where the norm is NaN or infinite, for which the host waits for it.
+
+        Returns:
+            The norm before clipping, a tensor without axes on the computing device, the same on every rank.
+            ``float()`` of it waits for the device; nothing else here does, unless ``check_nan_inf`` is on.
+
+        Raises:
+            ConfigError: another ``norm_type``.
+            StateError: the norm is not finite, where that is an error; the backward failed on some rank; or
+                ``check_nan_inf="raise"`` has found something. Nothing has been scaled.
+            CommError: a collective failed.
+        """
+        return self._gradients.clip(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's optimizer state, and the layout it belongs to.
 
         Keys are the inner optimizer's, which are made of parameter names; moments are one-dimensional, of the part of
-        each parameter that this rank updates, in the dtypes that the inner optimizer keeps.
+        each parameter that this rank updates, in the dtypes that the inner optimizer keeps. Where precision is mixed,
+        ``"master_weights"`` holds the float32 parts of the parameters by name, as Paddle's optimizers have it.
         """
-        return {**self._inner_opt.state_dict(), _LAYOUT_KEY: self._layout_id()}
+        state = {**self._inner.state_dict(), _LAYOUT_KEY: self._layout_id()}
+        masters = self._masters()
+        return {**state, _MASTERS_KEY: masters} if masters else state
 
     def set_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what ``state_dict`` gave on the same rank of the same layout.
+
+        Masters are taken as they are; the parameters' own values come with the model's state, before or after.
 
         Raises:
             ConfigError: the state is that of another layout, or of a plain optimizer.
@@ -206,9 +300,17 @@ class ShardedOptimizer:
         if found != self._layout_id():
             raise ConfigError(
                 f"rank {self._rank}: this optimizer state is of another layout. Expected {self._layout_id()}, found "
-                f"{found}. Load it with the same number of ranks, stage, units and comm_buffer_size_MB as it was saved"
+                f"{found}. Load it with the same number of ranks, stage, units, comm_buffer_size_MB and dtypes as it "
+                "was saved"
             )
-        self._inner_opt.set_state_dict(state)
+        masters = state.pop(_MASTERS_KEY, {})
+        for name, part in self._masters().items():
+            part.copy_(masters[name], False)
+        self._inner.set_state_dict(state)
+
+    def _masters(self) -> dict[str, paddle.Tensor]:
+        apart = [buffer for buffer in self.buffers if not buffer.layout.dtypes.shard_is_slice]
+        return {buffer.params[piece.param].name: piece.tensor for buffer in apart for piece in buffer.slices}
 
     # -- what PaddleNLP-style trainers call ----------------------------------------------------------------------
 
@@ -282,7 +384,7 @@ class ShardedOptimizer:
         nbytes = 0
         for bucket in (bucket for bucket in waiting if bucket in due):
             layout = self._schedule.buffers[bucket].layout
-            nbytes += layout.shard_numel * layout.itemsize
+            nbytes += layout.shard_nbytes
             if together and (nbytes > TOGETHER_BYTES or not self._reducer.is_reduced(bucket)):
                 break
             together.append(bucket)
@@ -307,17 +409,16 @@ class ShardedOptimizer:
         reducer.adopt_order(reduce_order)
         schedule.adopt_gather_order(gather_order)
 
-    def _find(self, param: paddle.Tensor) -> tuple[FusedCommBuffer, int]:
-        for buffer in self.buffers:
-            for index, candidate in enumerate(buffer.params):
-                if candidate is param:
-                    return buffer, index
-        raise ConfigError(f"parameter '{param.name}' is not one that this optimizer updates")
-
     def _layout_id(self) -> str:
         gather = self.buffers[0].place.gather
-        sizes = ",".join(str(buffer.layout.numel) for buffer in self.buffers)
+        sizes = ",".join(map(_size_text, (buffer.layout for buffer in self.buffers)))
         return f"rank {gather.rank} of {gather.nranks}, buckets of {sizes} elements"
 
 
+def _size_text(layout: BucketLayout) -> str:
+    kind = "" if layout.dtypes.shard_is_slice else f" ({layout.dtypes.param} of {layout.dtypes.shard})"
+    return f"{layout.numel}{kind}"
+
+
 _LAYOUT_KEY = "hp_sharding_layout"
+_MASTERS_KEY = "master_weights"

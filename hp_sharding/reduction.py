@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import paddle
 from paddle.base.framework import EagerParamBase
 
 from .arena import GradientArena
@@ -19,6 +20,7 @@ from .comm import Communicator, Work
 from .errors import StateError
 from .facts import Agreement, Facts
 from .replication import Replicator
+from .running import RunningState
 from .timeline import Timeline
 
 MAX_LIVE_GRADIENTS = 2
@@ -78,6 +80,7 @@ class Reducer:
         order: agreed order in which buckets are reduced.
         learned_order: a better order than ``order``, as this rank saw it; None where it is the same.
         gather_order_changed: set by the schedule where rank 0 should publish an order of gathers.
+        running: running state that is kept equal on all ranks; None where it is not.
         used: for each parameter (``used[bucket][index]``), whether it has had a gradient, as far as this rank knows.
     """
 
@@ -93,6 +96,7 @@ class Reducer:
         self.sync = True
         self.replicate = True
         self.lanes = lanes
+        self.running: RunningState | None = None
         backward = [buffer.layout.number for buffer in reversed(buffers)]
         self.order = sorted(backward, key=lambda bucket: bucket in rules.tied)
         self.used = [[False] * len(buffer.params) for buffer in buffers]
@@ -227,6 +231,7 @@ class Reducer:
             failed=self._broken,
             repeats=self._repeats,
             used=[used for bucket in self.used for used in bucket],
+            written=self.running.written() if self.running is not None else (),
         )
         self._agreements.append(Agreement(facts, self.lanes.agree, label=f"agreement, backward {self._round}"))
         self._timeline.watch(self._agreements[-1].work)
@@ -245,6 +250,8 @@ class Reducer:
             self._timeline.wait(agreement.work)
             facts = agreement.result()
             self._merge_used(facts.used)
+            if self.running is not None:
+                self.running.take_agreed(facts.written)
             if facts.failed:
                 # Nothing more is sent for this round, whether a rank discards it or raises below.
                 self._incomplete = True
@@ -331,7 +338,7 @@ class Reducer:
     def _store(self, bucket: int, index: int) -> None:
         buffer = self._buffers[bucket]
         storage, param = buffer.gradient, buffer.params[index]
-        gradient = param._grad_ivar()  # ``param.grad``, unseen by the guard
+        gradient = _gradient_of(param)
         if self._rules.keeps_gradient and storage.holds(index, gradient):
             return  # a later backward: autograd has added in place
         if gradient.is_selected_rows():
@@ -344,7 +351,7 @@ class Reducer:
         storage.put(index, gradient)
         _drop_gradient(param)
         if self._rules.keeps_gradient:
-            param._copy_gradient_from(storage.view(index))
+            _show_gradient(param, storage.view(index))
 
     def _alloc(self, storage: GradientStorage) -> None:
         """Storage for one more full gradient; in stage 2 not before at most one other is left."""
@@ -387,11 +394,14 @@ class Reducer:
             # The full gradient itself holds the sum of all micro-batches, so the shard is overwritten.
             self._arena.forget(bucket)
         target = self._arena.expect_sum(bucket)
+        dtypes = buffer.layout.dtypes
+        wire = {} if dtypes.reduce == dtypes.gradient else {"wire_dtype": dtypes.reduce}
         work = self.lanes.reduce.reduce_scatter(
             target.slice,
             storage.full,
             label=f"{buffer.name}, backward {self._round}",
             accumulate=target.accumulate,
+            **wire,
         )
         self._works[bucket] = self._timeline.watch(work)
         if self._replicator is not None and self.replicate:
@@ -453,6 +463,22 @@ def _make_replicator(
     return Replicator(layouts, arena, lane=lanes.replicate, limit_bytes=rules.replicate_bytes, timeline=timeline)
 
 
+def _gradient_of(param: EagerParamBase) -> paddle.Tensor:
+    """``param.grad``, unseen by the guard; or ``main_grad``, where a hook of Paddle's has moved it there."""
+    gradient = param._grad_ivar()
+    return param.main_grad if gradient is None else gradient
+
+
+def _show_gradient(param: EagerParamBase, view: paddle.Tensor) -> None:
+    """Stage 1: the local gradient is the parameter's; as ``main_grad`` where autograd's has fewer bits, or none has."""
+    if view.dtype == param.dtype and not hasattr(param, "main_grad"):
+        param._copy_gradient_from(view)
+    else:
+        param.main_grad = view
+
+
 def _drop_gradient(param: EagerParamBase) -> None:
-    """Sets ``param.grad`` to None, unseen by the guard."""
+    """Sets ``param.grad`` to None, unseen by the guard, and ``main_grad`` where there is one."""
     EagerParamBase.clear_gradient(param, False)
+    if hasattr(param, "main_grad"):
+        param.main_grad = None

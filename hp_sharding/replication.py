@@ -48,7 +48,7 @@ class Replicator:
 
         The same sequence of calls on all replicas.
         """
-        nbytes = self._layouts[bucket].shard_numel * self._layouts[bucket].itemsize
+        nbytes = self._layouts[bucket].sum_nbytes
         if self._run:
             neighbours = self._arena.are_neighbours(self._run[-1], bucket)
             if not neighbours or self._run_bytes + nbytes > self._limit_bytes:
@@ -66,7 +66,10 @@ class Replicator:
         run = self._arena.range(self._run)
         names = [self._layouts[bucket].name for bucket in run.buckets]
         label = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        work = self._timeline.watch(self._lane.all_reduce(run.tensor, label=label, after=self._last))
+        dtypes = self._layouts[run.buckets[0]].dtypes
+        wire = {} if dtypes.reduce == dtypes.sum else {"wire_dtype": dtypes.reduce}
+        work = self._lane.all_reduce(run.tensor, label=label, after=self._last, **wire)
+        self._timeline.watch(work)
         self._works.update(dict.fromkeys(run.buckets, work))
         self._run, self._run_bytes, self._last = [], 0, None
 

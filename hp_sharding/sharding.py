@@ -11,7 +11,7 @@ import paddle
 from paddle import nn
 from paddle.base.framework import EagerParamBase
 
-from . import guard
+from . import guard, hooks
 from .arena import GradientArena
 from .broadcast import broadcast_state, check_state_exists
 from .buffer import BufferPlace, FusedCommBuffer, Status
@@ -25,11 +25,13 @@ from .comm import (
 )  # fmt: skip
 from .config import ShardingConfig
 from .errors import ConfigError
-from .layout import BucketLayout, BucketRules, ParamSpec, plan_buckets
+from .layout import ITEM_BYTES, BucketLayout, BucketRules, Dtypes, ParamSpec, plan_buckets
 from .optimizer import ShardedOptimizer
 from .plain import PlainOptimizer
 from .pool import DTYPES, DevicePool, StoragePool
+from .precision import bucket_dtypes, dtype_name, has_masters
 from .reduction import ReduceLanes, Reducer, ReduceRules
+from .running import RunningState
 from .schedule import Schedule, keep_schedule, schedule_of
 from .timeline import Timeline
 from .units import Unit, UnitParam, UnitPlan, find_units
@@ -40,6 +42,8 @@ LANES = ("gather", "reduce")
 """Over the ranks of a shard group."""
 REPLICA_LANES = ("replicate",)
 """Over the replicas of a shard, where there are several."""
+TENSOR_LANES = ("tensor",)
+"""Over the ranks among which tensor parallelism has split parameters, where there are several."""
 CONTROL = ("control", "agree")
 """Over the ranks of a shard group, and over the replicas: what the hosts tell each other. On CPU the first is "gather",
 which is idle when there is something to tell."""
@@ -51,10 +55,13 @@ class Grid(NamedTuple):
     Attributes:
         shard: global ranks of this rank's shard group.
         replicate: global ranks that hold the same shard, one of each replica.
+        tensor: global ranks that together hold the parameters that tensor parallelism has split (``is_distributed``),
+            and see the same data; empty where there are none.
     """
 
     shard: list[int]
     replicate: list[int]
+    tensor: tuple[int, ...] = ()
 
     @property
     def n_ranks(self) -> int:
@@ -100,6 +107,7 @@ def shard(
             "a dict"
         )
     check_wrap(model, optimizer)
+    check_dtypes(model, optimizer, config)
     if grid.n_ranks > 1:
         check_fresh(optimizer)
         check_state_exists(model)
@@ -108,7 +116,7 @@ def shard(
 
 def open_lanes(model: nn.Layer, grid: Grid, *, timeout_s: float) -> dict[str, Communicator]:
     """Connects the ranks and gives all of them the first one's parameters and buffers. Nothing for one rank."""
-    if grid.n_ranks == 1:
+    if grid.n_ranks == 1 and len(grid.tensor) < 2:
         return {}
     lanes = connect(grid, timeout_s=timeout_s)
     broadcast_model(model, lanes)
@@ -123,12 +131,19 @@ def connect(grid: Grid, *, timeout_s: float) -> dict[str, Communicator]:
     if len(grid.replicate) > 1:
         host_lanes = [CONTROL[1]]
         lanes |= create_communicators(grid.replicate, REPLICA_LANES, host_lanes=host_lanes, timeout_s=timeout_s)
+    if len(grid.tensor) > 1:
+        lanes |= create_communicators(grid.tensor, TENSOR_LANES, timeout_s=timeout_s)
     return lanes
 
 
 def broadcast_model(model: nn.Layer, lanes: Mapping[str, Communicator]) -> None:
     """Gives all ranks the first one's parameters and buffers."""
-    broadcast_state(model, *(lanes[name] for name in ("replicate", "gather") if name in lanes))
+    broadcast_state(model, *_model_lanes(lanes), tensor=lanes.get("tensor"))
+
+
+def _model_lanes(lanes: Mapping[str, Communicator]) -> list[Communicator]:
+    """Lanes that one after the other reach all data ranks, from the first one on, with tensors of the model."""
+    return [lanes[name] for name in ("replicate", "gather") if name in lanes]
 
 
 def control_lanes(lanes: Mapping[str, Communicator]) -> list[Communicator]:
@@ -148,7 +163,8 @@ def shard_over(
     check_wrap(model, optimizer)
     baseline_bytes = allocated_bytes() - _param_bytes(model)
     if not lanes:
-        return PlainOptimizer(optimizer, config, baseline_bytes)
+        names = {id(param): name for name, param in model.named_parameters()}
+        return PlainOptimizer(optimizer, config, baseline_bytes, names=names)
     check_fresh(optimizer)
     sharded = build(model, optimizer, config, lanes=lanes)
     sharded._baseline_bytes = baseline_bytes
@@ -185,10 +201,10 @@ def check_wrap(model: nn.Layer, optimizer: paddle.optimizer.Optimizer) -> None:
             f"parameter '{names[id(elsewhere[0])]}' lies on {elsewhere[0].place}, but this process computes on "
             f"{device.name}. Build the model after paddle.set_device, or after fleet.init, which sets the device"
         )
-    strange = [param for param in params if not param.stop_gradient and _dtype(param) not in DTYPES]
+    strange = [param for param in params if not param.stop_gradient and dtype_name(param) not in DTYPES]
     if strange:
         raise ConfigError(
-            f"parameter '{names[id(strange[0])]}' is of {_dtype(strange[0])}; what trains must be one of "
+            f"parameter '{names[id(strange[0])]}' is of {dtype_name(strange[0])}; what trains must be one of "
             f"{', '.join(DTYPES)}"
         )
     if not any(param.size for param in params):
@@ -196,6 +212,15 @@ def check_wrap(model: nn.Layer, optimizer: paddle.optimizer.Optimizer) -> None:
     sparse = guard.sparse_embedding(model)
     if sparse is not None:
         raise ConfigError(sparse)
+
+
+def check_dtypes(model: nn.Layer, optimizer: paddle.optimizer.Optimizer, config: ShardingConfig) -> None:
+    """Raises ConfigError for a dtype setting that some parameter cannot honour."""
+    held = {id(param) for param in optimizer_params(optimizer)}
+    masters = has_masters(optimizer, config)
+    for name, param in model.named_parameters():
+        if _is_sharded(param, held, config):
+            bucket_dtypes(param, name, config, masters=masters)
 
 
 def build(
@@ -224,7 +249,8 @@ def build(
     if compared is not None:
         lanes = compared.watch({name: lane for name, lane in lanes.items() if name != fingerprint.LANE})
     gather = lanes["gather"]
-    layouts = _plan_layouts(plan, entries, config, gather.nranks)
+    masters = has_masters(optimizer, config)
+    layouts = _plan_layouts(plan, entries, config, gather.nranks, masters=masters)
     status = Status.SHARDED if config.stage == 3 else Status.READY
     on_device = current_device().has_streams
     pool = pool or (DevicePool() if on_device else StoragePool())
@@ -243,10 +269,12 @@ def build(
         ),
         timeline=timeline,
     )
+    if config.broadcast_buffers:
+        reducer.running = RunningState(model, _model_lanes(lanes))
     schedule = Schedule(
         model, plan, buffers=buffers, reducer=reducer, ahead=config.units_ahead, kept=kept, timeline=timeline
     )
-    updates = InnerUpdates(optimizer, buffers, arena, comm=gather, timeline=timeline)
+    updates = InnerUpdates(optimizer, buffers, arena, comm=gather, timeline=timeline, tensor=lanes.get("tensor"))
     sharded = ShardedOptimizer(
         optimizer,
         schedule,
@@ -258,6 +286,9 @@ def build(
         fingerprint=compared,
     )
     keep_schedule(model, schedule)
+    if config.param_dtype is not None and config.cast_forward_inputs:
+        for unit in plan.units:
+            hooks.hook_inputs(unit.layer, config.param_dtype)
     _log_layout(layouts, gather, n_replicas, config)
     return sharded
 
@@ -312,21 +343,23 @@ def _members(layout: BucketLayout, entries: Sequence[UnitParam]) -> list[EagerPa
 
 
 def _plan_layouts(
-    plan: UnitPlan, entries: Sequence[UnitParam], config: ShardingConfig, nranks: int
+    plan: UnitPlan, entries: Sequence[UnitParam], config: ShardingConfig, nranks: int, *, masters: bool
 ) -> list[BucketLayout]:
-    specs = [
-        ParamSpec(
-            name=entry.name,
-            numel=int(entry.param.size),
-            dtype=_dtype(entry.param),
-            itemsize=entry.param.element_size(),
-            unit=entry.unit,
-            frozen=entry.param.stop_gradient,
-        )
-        for entry in entries
-    ]
+    specs = [_spec(entry, bucket_dtypes(entry.param, entry.name, config, masters=masters)) for entry in entries]
     rules = BucketRules(nranks, config.comm_buffer_bytes, config.comm_fusion, merge_units=config.stage < 3)
     return plan_buckets(specs, [unit.name for unit in plan.units], rules)
+
+
+def _spec(entry: UnitParam, dtypes: Dtypes) -> ParamSpec:
+    return ParamSpec(
+        name=entry.name,
+        numel=int(entry.param.size),
+        dtype=dtypes.param,
+        itemsize=ITEM_BYTES[dtypes.param],
+        unit=entry.unit,
+        frozen=entry.param.stop_gradient,
+        dtypes=dtypes,
+    )
 
 
 def _is_sharded(param: EagerParamBase, held: set[int], config: ShardingConfig) -> bool:
@@ -335,7 +368,7 @@ def _is_sharded(param: EagerParamBase, held: set[int], config: ShardingConfig) -
     Nor what the optimizer does not hold; but in stage 3 frozen parameters are sharded whoever holds them.
     """
     wanted = id(param) in held or (config.stage == 3 and param.stop_gradient)
-    return wanted and param.size > 0 and _dtype(param) in DTYPES
+    return wanted and param.size > 0 and dtype_name(param) in DTYPES
 
 
 def _kept_units(plan: UnitPlan, config: ShardingConfig) -> frozenset[int] | None:
@@ -362,10 +395,6 @@ def _kept_units(plan: UnitPlan, config: ShardingConfig) -> frozenset[int] | None
 
 def _is_named(unit: Unit, key: str | type) -> bool:
     return unit.name == key if isinstance(key, str) else isinstance(unit.layer, key)
-
-
-def _dtype(param: EagerParamBase) -> str:
-    return str(param.dtype).split(".")[-1]
 
 
 def _tied_buckets(layouts: Sequence[BucketLayout], entries: Sequence[UnitParam]) -> frozenset[int]:

@@ -14,7 +14,7 @@ _STATISTICS = (
     (nn.BatchNorm, ("_mean", "_variance")),
     (nn.SpectralNorm, ("weight_u", "weight_v")),
 )
-"""What Paddle holds as parameters but a forward writes: every rank has its own, as with buffers, so none is sharded."""
+"""What Paddle holds as parameters but a forward writes: none is sharded; ``running`` keeps them equal on all ranks."""
 
 _NEVER_CALLED = (nn.LayerList, nn.LayerDict, nn.ParameterList)
 """Containers without a forward of their own: a hook on them never fires, so they cannot be units."""
@@ -106,7 +106,7 @@ def _collect(layer: nn.Layer, prefix: str, unit: int | None, found: _Found) -> N
     assert unit is not None
     found.members.setdefault(id(layer), (unit, layer))
     for name, param in layer._parameters.items():
-        if param is not None and not _is_statistic(layer, name):
+        if param is not None and not is_statistic(layer, name):
             found.places.append((f"{prefix}.{name}" if prefix else name, param, unit))
     attributes = [value for name, value in vars(layer).items() if name not in ("_parameters", "_buffers")]
     found.captured.extend((unit, id(param)) for param in _params_within(attributes, depth=3))
@@ -122,7 +122,8 @@ def _params_within(value: object, *, depth: int) -> Iterator[EagerParamBase]:
             yield from _params_within(part, depth=depth - 1)
 
 
-def _is_statistic(layer: nn.Layer, name: str) -> bool:
+def is_statistic(layer: nn.Layer, name: str) -> bool:
+    """Whether what the layer holds as a parameter of this name is written by its forward, and so is state, not weight."""
     return any(isinstance(layer, kind) and name in names for kind, names in _STATISTICS)
 
 

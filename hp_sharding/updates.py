@@ -15,7 +15,8 @@ from .arena import GradientArena
 from .buffer import FusedCommBuffer
 from .comm import Communicator
 from .errors import ConfigError, LayoutError
-from .numerics import GradientPart, NormClipper, norm_domains
+from .nonfinite import NonFiniteCheck
+from .numerics import GradientPart, NormClipper, RankSums, measure, norm_domains, whole_parts
 from .timeline import Timeline
 
 _ELEMENTWISE = (
@@ -137,12 +138,12 @@ class InnerUpdates:
         *,
         comm: Communicator,
         timeline: Timeline,
+        tensor: Communicator | None = None,
     ) -> None:
         self._inner = inner
         self._buffers = list(buffers)
         self._arena = arena
-        self._comm = comm
-        self._timeline = timeline
+        self.sums = RankSums(comm, tensor, timeline)
         self._groups = _groups(inner)
         self._grouped = self._groups is inner._param_groups
         self._group_of = {id(param): number for number, group in enumerate(self._groups) for param in group["params"]}
@@ -170,21 +171,50 @@ class InnerUpdates:
             self._known_clips = clips
         return any(isinstance(clip, _NORM_CLIPS) for clip in clips)
 
-    def clip(self) -> None:
-        """Clips all gradients in the arena by the norms asked for. All sums must be final and averaged."""
-        bounds = [(clip, getattr(clip, "clip_norm", None)) for clip in _clips(self._inner)]
-        flags = [_needs_clip(param) for buffer in self._buffers for param in buffer.params]
-        settings = (bounds, flags, len(self._parts))
+    def clip(self, check: NonFiniteCheck | None = None) -> None:
+        """Clips all gradients in the arena by the norms asked for. All sums must be final and averaged.
+
+        Collective where ``clips_by_norm``, or with a ``check``, which looks at the gradients before they are clipped.
+
+        Raises:
+            StateError: what the check found. Nothing has been clipped.
+        """
+        settings = self._find_clip_settings()
         if settings != self._clip_settings:
             self._clip_settings, self._clipper = settings, self._make_clipper()
-        if self._clipper is not None:
-            self._clipper.clip()
+        members = self._clipper.members if self._clipper is not None else []
+        if members or check is not None:
+            norms = self._measure(members, check)
+            if self._clipper is not None:
+                self._clipper.clip(norms)
+                self._arena.take_all_values()
+
+    def norm(self, check: NonFiniteCheck | None = None) -> paddle.Tensor:
+        """The norm of all gradients in the arena together, whatever is to be clipped: a tensor without axes.
+
+        Collective. All sums must be final and averaged.
+
+        Raises:
+            StateError: what the check found.
+        """
+        parts = self._gradient_parts()
+        whole = self._holds_all() and not any(part.is_split for part in parts)
+        return self._measure([whole_parts(self._arena) if whole else parts], check)[0]
+
+    def _measure(self, domains: Sequence[Sequence[GradientPart]], check: NonFiniteCheck | None) -> paddle.Tensor:
+        buckets = sorted(self._parts)
+        counted = check.shards(buckets) if check is not None else []
+        measured = measure(domains, counted, self.sums, dtype=self._sum_dtype())
+        if check is not None:
+            check.judge(measured.counts, buckets)
+        return measured.norms
 
     def is_due(self, bucket: int, used: Sequence[Sequence[bool]]) -> bool:
         """Whether any rank updates a parameter of the bucket: the same answer on every rank."""
         params = self._buffers[bucket].params
         due = any(flag and not param.stop_gradient for flag, param in zip(used[bucket], params, strict=True))
         if due and bucket not in self._parts:
+            self._buffers[bucket].thaw()
             self._add_parts([bucket])  # frozen when wrapped, and thawed since
         return due
 
@@ -239,17 +269,50 @@ class InnerUpdates:
             parts.append(_Part(piece.param, self._group_of[id(param)], param, piece.tensor, gradient))
         return parts
 
+    def _find_clip_settings(self) -> Any:
+        """What the norms depend on, and may change from step to step."""
+        bounds = [(clip, getattr(clip, "clip_norm", None)) for clip in _clips(self._inner)]
+        params = [param for buffer in self._buffers for param in buffer.params]
+        return bounds, [(_needs_clip(param), param.stop_gradient) for param in params], len(self._parts)
+
     def _make_clipper(self) -> NormClipper | None:
-        params = [param for bucket in self._parts for param in self._buffers[bucket].params]
-        parts_of: dict[int, list[GradientPart]] = {id(param): [] for param in params}
+        by_param: dict[int, list[GradientPart]] = defaultdict(list)
         for part in (part for parts in self._parts.values() for part in parts):
-            parts_of[id(part.param)].append(GradientPart(part.param.name, part.gradient, _needs_clip(part.param)))
+            if not part.param.stop_gradient:  # one that was frozen since its backward, Paddle leaves out
+                by_param[id(part.param)].append(_gradient_part(part))
+        held = [param for bucket in self._parts for param in self._buffers[bucket].params]
+        known = {id(param) for param in held if not param.stop_gradient}
         clips = _clips(self._inner)
         domains = []
         for clip, group in zip(clips, self._groups, strict=True):
-            domains += norm_domains(clip, [parts_of[id(param)] for param in group["params"] if id(param) in parts_of])
-        whole = isinstance(clips[0], nn.ClipGradByGlobalNorm) and len(clips) == 1 and all(map(_needs_clip, params))
-        return NormClipper(domains, self._arena, self._comm, whole=whole, timeline=self._timeline) if domains else None
+            domains += norm_domains(clip, [by_param[id(param)] for param in group["params"] if id(param) in known])
+        whole = (
+            isinstance(clips[0], nn.ClipGradByGlobalNorm)
+            and len(clips) == 1
+            and self._holds_all()
+            and all(_needs_clip(param) and not param.stop_gradient for param in held)
+            and not any(_is_split(param) for param in held)
+        )
+        return NormClipper(domains, self._arena, whole=whole) if domains else None
+
+    def _gradient_parts(self) -> list[GradientPart]:
+        return [_gradient_part(part) for parts in self._parts.values() for part in parts]
+
+    def _holds_all(self) -> bool:
+        """Whether the optimizer updates every parameter whose gradient lies in the arena."""
+        return all(id(param) in self._group_of for bucket in self._parts for param in self._buffers[bucket].params)
+
+    def _sum_dtype(self) -> str:
+        return "float64" if any(tensor.dtype == paddle.float64 for tensor in self._arena.tensors) else "float32"
+
+
+def _gradient_part(part: _Part) -> GradientPart:
+    param = part.param
+    return GradientPart(param.name, part.gradient, _needs_clip(param), _is_split(param))
+
+
+def _is_split(param: EagerParamBase) -> bool:
+    return bool(getattr(param, "is_distributed", False))
 
 
 def _needs_clip(param: EagerParamBase) -> bool:

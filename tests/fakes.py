@@ -14,7 +14,8 @@ import paddle
 from hp_sharding.comm import Communicator, Work
 from hp_sharding.comm.local import LocalCommunicator
 from hp_sharding.comm.memory import ELEMENT_TYPES, Bytes, ElementType, bytes_of
-from hp_sharding.comm.sums import Adder
+from hp_sharding.comm.rounding import narrow, rounded_blocks, widen
+from hp_sharding.comm.wire import Carried, carried
 from hp_sharding.config import ShardingConfig
 from hp_sharding.errors import CommError
 from hp_sharding.optimizer import ShardedOptimizer
@@ -33,9 +34,9 @@ class Event(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Memory of one collective: where the result goes, what it is made of, and whether it is added."""
+    """Memory of one collective: its types, where the result goes, what it is made of, and whether it is added."""
 
-    element: ElementType
+    types: Carried
     output: Bytes
     input: Bytes
     copies: int
@@ -83,25 +84,25 @@ class _Pending:
         if checks_input and not transfer.in_place and self.after is None:
             self.input_seen = transfer.input.copy()
         self.before = transfer.output.copy()
-        transfer.output[:] = _poison(transfer.element)
+        transfer.output[:] = _poison(transfer.types.result)
 
     def deliver(self) -> None:
         """The transfer, all at once. What it checks is promised by ``Communicator``: nobody touches its tensors."""
         transfer, name = self.transfer, f"{self.work.op} of {self.work.label!r}"
         assert self.before is not None
-        assert (transfer.output == _poison(transfer.element)).all(), f"somebody wrote into the output of {name}"
+        assert (transfer.output == _poison(transfer.types.result)).all(), f"somebody wrote into the output of {name}"
         if self.input_seen is not None:
             assert np.array_equal(transfer.input, self.input_seen), f"somebody wrote into the input of {name}"
         source = self.before if transfer.in_place else transfer.input
-        if transfer.copies == 1 and not transfer.adds:
+        transfer.output[:] = self.before
+        own, wire, result = transfer.types
+        if transfer.copies == 1 and not transfer.adds and not transfer.types.converts:
             transfer.output[:] = source
             return
-        adder = Adder(transfer.element)
-        partial = np.zeros(source.size // transfer.element.item_bytes, adder.partial)
-        for _ in range(transfer.copies):
-            adder.add_to_partial(partial, adder.stored(source))
-        transfer.output[:] = self.before
-        adder.store(adder.stored(transfer.output), partial, accumulate=transfer.adds)
+        target = result.array(transfer.output)
+        for block, values in rounded_blocks(own.array(source), own, wire):
+            total = sum([values] * (transfer.copies - 1), start=values)
+            narrow(target[block], total + widen(target[block], result) if transfer.adds else total, result)
 
 
 _ALIKE = ("gradient norm",)
@@ -134,13 +135,20 @@ class WaitingLane(Communicator):
         self._pending: list[_Pending] = []
 
     def all_gather(
-        self, output: paddle.Tensor, input: paddle.Tensor, *, label: str = "", after: Work | None = None
+        self,
+        output: paddle.Tensor,
+        input: paddle.Tensor,
+        *,
+        label: str = "",
+        after: Work | None = None,
+        wire_dtype: str | None = None,
     ) -> Work:
         if label in _ALIKE:
             input = input.tile([self.nranks])
         else:
             assert self.nranks == 1, "what other ranks hold of other shards is not known"
-        return self._start("all_gather", label, _transfer(output, input), after)
+        types = carried("all_gather", input, output, wire_dtype=wire_dtype, where=self.lane)
+        return self._start("all_gather", label, _transfer(output, input, types), after)
 
     def reduce_scatter(
         self,
@@ -150,17 +158,23 @@ class WaitingLane(Communicator):
         label: str = "",
         after: Work | None = None,
         accumulate: bool = False,
+        wire_dtype: str | None = None,
     ) -> Work:
         numel = output.shape[0]
         assert input.shape[0] == numel * self.nranks
+        types = carried("reduce_scatter", input, output, wire_dtype=wire_dtype, where=self.lane)
         own = input._slice(self.rank * numel, (self.rank + 1) * numel)
-        return self._start("reduce_scatter", label, _transfer(output, own, self.nranks, accumulate), after)
+        return self._start("reduce_scatter", label, _transfer(output, own, types, self.nranks, accumulate), after)
 
-    def all_reduce(self, tensor: paddle.Tensor, *, label: str = "", after: Work | None = None) -> Work:
-        return self._start("all_reduce", label, _transfer(tensor, tensor, self.nranks), after)
+    def all_reduce(
+        self, tensor: paddle.Tensor, *, label: str = "", after: Work | None = None, wire_dtype: str | None = None
+    ) -> Work:
+        types = carried("all_reduce", tensor, tensor, wire_dtype=wire_dtype, where=self.lane)
+        return self._start("all_reduce", label, _transfer(tensor, tensor, types, self.nranks), after)
 
     def broadcast(self, tensor: paddle.Tensor, *, src: int, label: str = "", after: Work | None = None) -> Work:
-        return self._start("broadcast", label, _transfer(tensor, tensor), after)
+        types = carried("broadcast", tensor, tensor, wire_dtype=None, where=self.lane)
+        return self._start("broadcast", label, _transfer(tensor, tensor, types), after)
 
     def close(self) -> None:
         """Nothing to end."""
@@ -180,7 +194,8 @@ class WaitingLane(Communicator):
             self._deliver_first()
 
     def _start(self, op: str, label: str, transfer: Transfer, after: Work | None) -> WaitingWork:
-        nbytes = transfer.input.size * (self.nranks if op == "reduce_scatter" else 1)
+        numel = transfer.input.size // transfer.types.own.item_bytes
+        nbytes = numel * transfer.types.wire.item_bytes * (self.nranks if op == "reduce_scatter" else 1)
         work = WaitingWork(self, op, label, nbytes)
         if op in self.failing:
             work.error = CommError(f"{op} of {label!r} failed on request", op=op, label=label, lane=self.lane, rank=0)
@@ -213,14 +228,16 @@ class WaitingLane(Communicator):
         self._arm()
 
 
-def _transfer(output: paddle.Tensor, input: paddle.Tensor, copies: int = 1, adds: bool = False) -> Transfer:
-    element = ELEMENT_TYPES[output.dtype]
+def _transfer(
+    output: paddle.Tensor, input: paddle.Tensor, types: Carried, copies: int = 1, adds: bool = False
+) -> Transfer:
     assert output.ndim == input.ndim == 1
     assert output.is_contiguous()
     assert input.is_contiguous()
-    assert (output.dtype, output.shape) == (input.dtype, input.shape)
-    nbytes = output.shape[0] * element.item_bytes
-    return Transfer(element, bytes_of(output, nbytes), bytes_of(input, nbytes), copies, adds)
+    assert output.shape == input.shape
+    numel = output.shape[0]
+    memory = bytes_of(output, numel * types.result.item_bytes), bytes_of(input, numel * types.own.item_bytes)
+    return Transfer(types, *memory, copies, adds)
 
 
 def _poison(element: ElementType) -> int:
@@ -258,9 +275,19 @@ class SlowLane(Communicator):
         self._thread.start()
 
     def all_gather(
-        self, output: paddle.Tensor, input: paddle.Tensor, *, label: str = "", after: Work | None = None
+        self,
+        output: paddle.Tensor,
+        input: paddle.Tensor,
+        *,
+        label: str = "",
+        after: Work | None = None,
+        wire_dtype: str | None = None,
     ) -> Work:
-        return self._put("all_gather", output, label, after, lambda: self._local.all_gather(output, input))
+        def transfer() -> Work:
+            return self._local.all_gather(output, input, wire_dtype=wire_dtype)
+
+        narrower = min(output, input, key=lambda tensor: int(tensor.element_size()))
+        return self._put("all_gather", label, after, transfer, nbytes=_wire_bytes(narrower, wire_dtype))
 
     def reduce_scatter(
         self,
@@ -270,26 +297,33 @@ class SlowLane(Communicator):
         label: str = "",
         after: Work | None = None,
         accumulate: bool = False,
+        wire_dtype: str | None = None,
     ) -> Work:
         def transfer() -> Work:
-            return self._local.reduce_scatter(output, input, accumulate=accumulate)
+            return self._local.reduce_scatter(output, input, accumulate=accumulate, wire_dtype=wire_dtype)
 
-        return self._put("reduce_scatter", input, label, after, transfer)
+        return self._put("reduce_scatter", label, after, transfer, nbytes=_wire_bytes(input, wire_dtype))
 
-    def all_reduce(self, tensor: paddle.Tensor, *, label: str = "", after: Work | None = None) -> Work:
-        return self._put("all_reduce", tensor, label, after, lambda: self._local.all_reduce(tensor))
+    def all_reduce(
+        self, tensor: paddle.Tensor, *, label: str = "", after: Work | None = None, wire_dtype: str | None = None
+    ) -> Work:
+        def transfer() -> Work:
+            return self._local.all_reduce(tensor, wire_dtype=wire_dtype)
+
+        return self._put("all_reduce", label, after, transfer, nbytes=_wire_bytes(tensor, wire_dtype))
 
     def broadcast(self, tensor: paddle.Tensor, *, src: int, label: str = "", after: Work | None = None) -> Work:
-        return self._put("broadcast", tensor, label, after, lambda: self._local.broadcast(tensor, src=src))
+        def transfer() -> Work:
+            return self._local.broadcast(tensor, src=src)
+
+        return self._put("broadcast", label, after, transfer, nbytes=_wire_bytes(tensor, None))
 
     def close(self) -> None:
         self._queue.put(None)
         self._thread.join()
 
-    def _put(
-        self, op: str, whole: paddle.Tensor, label: str, after: Work | None, transfer: Callable[[], Work]
-    ) -> SlowWork:
-        work = SlowWork(self.lane, op, label, whole.size * whole.element_size())
+    def _put(self, op: str, label: str, after: Work | None, transfer: Callable[[], Work], *, nbytes: int) -> SlowWork:
+        work = SlowWork(self.lane, op, label, nbytes)
 
         def job() -> None:
             if after is not None:
@@ -307,6 +341,11 @@ class SlowLane(Communicator):
         while (job := self._queue.get()) is not None:
             job()
             del job  # it holds tensors
+
+
+def _wire_bytes(tensor: paddle.Tensor, wire_dtype: str | None) -> int:
+    dtype = getattr(paddle, wire_dtype) if wire_dtype else tensor.dtype
+    return int(tensor.shape[0] * ELEMENT_TYPES[dtype].item_bytes)
 
 
 class PoisoningPool(StoragePool):

@@ -71,15 +71,21 @@ class LateLane(Communicator):
         self._random = random.Random(inner.rank)
 
     def all_gather(
-        self, output: paddle.Tensor, input: paddle.Tensor, *, label: str = "", after: Work | None = None
+        self,
+        output: paddle.Tensor,
+        input: paddle.Tensor,
+        *,
+        label: str = "",
+        after: Work | None = None,
+        wire_dtype: str | None = None,
     ) -> Work:
-        self._note("all_gather", label, output)
         shard = input.shape[0]
         own = input.data_ptr() == output.data_ptr() + self.rank * shard * output.element_size()
         for rank in range(self.nranks):
             if not own or rank != self.rank:
                 _poison(output._slice(rank * shard, (rank + 1) * shard))
-        return self._inner.all_gather(output, input, label=label, after=self._late(after))
+        work = self._inner.all_gather(output, input, label=label, after=self._late(after), wire_dtype=wire_dtype)
+        return self._note(work)
 
     def reduce_scatter(
         self,
@@ -89,25 +95,29 @@ class LateLane(Communicator):
         label: str = "",
         after: Work | None = None,
         accumulate: bool = False,
+        wire_dtype: str | None = None,
     ) -> Work:
-        self._note("reduce_scatter", label, input)
         if not accumulate:
             _poison(output)
-        return self._inner.reduce_scatter(output, input, label=label, after=self._late(after), accumulate=accumulate)
+        work = self._inner.reduce_scatter(
+            output, input, label=label, after=self._late(after), accumulate=accumulate, wire_dtype=wire_dtype
+        )
+        return self._note(work)
 
-    def all_reduce(self, tensor: paddle.Tensor, *, label: str = "", after: Work | None = None) -> Work:
-        self._note("all_reduce", label, tensor)
-        return self._inner.all_reduce(tensor, label=label, after=self._late(after))
+    def all_reduce(
+        self, tensor: paddle.Tensor, *, label: str = "", after: Work | None = None, wire_dtype: str | None = None
+    ) -> Work:
+        return self._note(self._inner.all_reduce(tensor, label=label, after=self._late(after), wire_dtype=wire_dtype))
 
     def broadcast(self, tensor: paddle.Tensor, *, src: int, label: str = "", after: Work | None = None) -> Work:
-        self._note("broadcast", label, tensor)
-        return self._inner.broadcast(tensor, src=src, label=label, after=self._late(after))
+        return self._note(self._inner.broadcast(tensor, src=src, label=label, after=self._late(after)))
 
     def close(self) -> None:
         """The lane below is shared with later tests."""
 
-    def _note(self, op: str, label: str, tensor: paddle.Tensor) -> None:
-        self.calls.append(Call(self.lane, op, label, tensor.size * tensor.element_size()))
+    def _note(self, work: Work) -> Work:
+        self.calls.append(Call(self.lane, work.op, work.label, work.nbytes))
+        return work
 
     def _late(self, after: Work | None) -> Work | None:
         return _Delay(self._random.uniform(0.1, 1.0) * self._delay_s, after) if self._delay_s else after

@@ -1,7 +1,7 @@
 """What the distributed runs must equal: plain Paddle in one process, which runs every rank's batch in turn.
 
 The gradients of the ranks are added in rank order and divided by their number. Buffers, such as the running statistics
-of BatchNorm, belong to each rank alone.
+of BatchNorm, belong to each rank alone; ``step()`` of the sharded side gives the first rank's to all.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import paddle
 
 from ..errors import ConfigError
 from .communicator import Communicator, Stall, Work
+from .convert import add_into, cast_into
 from .device import Device, allocated_bytes, current_device, host_tensor
 from .fingerprint import Fingerprint
 from .rendezvous import collision_free_groups
@@ -19,7 +20,9 @@ __all__ = [
     "Fingerprint",
     "Stall",
     "Work",
+    "add_into",
     "allocated_bytes",
+    "cast_into",
     "close_all",
     "collision_free_groups",
     "create_communicators",

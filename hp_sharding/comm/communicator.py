@@ -36,7 +36,7 @@ class Work(ABC):
         op: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"`` or ``"broadcast"``.
         label: what it carries, as the user knows it; shown in errors and in the timeline.
         lane: name of the communicator.
-        nbytes: bytes of the whole (unsharded) message.
+        nbytes: bytes of the whole (unsharded) message, in the dtype that travels.
         start_s: ``time.perf_counter()`` when the transfer itself began, None before that.
         end_s: ``time.perf_counter()`` when the result was in place, None before that.
         on_device: whether it runs on a stream of a device, so that waiting for it holds up a stream and not the host.
@@ -77,12 +77,25 @@ class Work(ABC):
 class Communicator(ABC):
     """Ordered collectives over a fixed group of ranks: one *lane* of traffic.
 
-    Tensors are contiguous, one-dimensional and of one dtype (float32, float16, bfloat16 everywhere; other dtypes where
-    an implementation says so). A tensor handed in belongs to the collective until the work is done: it is kept alive,
-    and the caller neither writes nor frees it. All ranks of the group start the same collectives in the same order.
+    Tensors are contiguous and one-dimensional (float32, float16, bfloat16 everywhere; other dtypes where an
+    implementation says so). A tensor handed in belongs to the collective until the work is done: it is kept alive, and
+    the caller neither writes nor frees it. All ranks of the group start the same collectives in the same order.
 
     ``after`` names a work, of any lane, that must be done before the collective may read its input.
     ``label`` says what is carried, the same on all ranks.
+
+    Input and output are of one dtype, which travels, unless a collective says otherwise. Where it converts, these rules
+    hold, and a ConfigError says which one does not:
+
+    * It converts between float32 and one of float16 and bfloat16. ``wire_dtype``, Paddle's name of what travels, is no
+      wider than input and output.
+    * Every rounding is to nearest, ties to even: once where something is sent, and once where a sum is formed, which is
+      in float32. What is too large becomes infinite.
+    * Every rank's part is rounded to what travels, this one's own too, although it stays where it is: the result does
+      not depend on who forms it.
+    * Input and output share no memory.
+
+    Ranks that differ in one of these dtypes get an error that names both.
 
     Attributes:
         lane: name of the lane, such as ``"gather"``.
@@ -102,11 +115,21 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_gather(
-        self, output: paddle.Tensor, input: paddle.Tensor, *, label: str = "", after: Work | None = None
+        self,
+        output: paddle.Tensor,
+        input: paddle.Tensor,
+        *,
+        label: str = "",
+        after: Work | None = None,
+        wire_dtype: str | None = None,
     ) -> Work:
         """Fills ``output`` (``nranks * n`` elements) with every rank's ``input`` (``n`` elements), in rank order.
 
         ``input`` may be this rank's own slice of ``output``: then nothing is copied.
+
+        Without ``wire_dtype`` what travels is of the narrower of the two dtypes: a float32 ``input`` is rounded into a
+        16-bit ``output``. With it a float32 ``output`` holds what has travelled, in this rank's own slice too; a
+        float32 ``input`` may be that slice all the same, and is then rounded where it lies.
         """
 
     @abstractmethod
@@ -118,16 +141,26 @@ class Communicator(ABC):
         label: str = "",
         after: Work | None = None,
         accumulate: bool = False,
+        wire_dtype: str | None = None,
     ) -> Work:
         """Leaves in ``output`` (``n`` elements) the SUM over ranks of slice ``rank`` of ``input`` (``nranks * n``).
 
-        16-bit sums are formed in float32 and rounded once. ``accumulate`` adds that sum to what ``output`` holds.
-        ``input`` is only read.
+        16-bit sums are formed in float32 and rounded once, to the dtype of ``output``; where that is float32, not at
+        all. ``accumulate`` adds that sum to what ``output`` holds before it is rounded. ``input`` is only read.
+
+        ``wire_dtype`` is what the terms of a float32 ``input`` are rounded to. On CPU, over more than two ranks, the
+        sums of some of them travel as well, and do so in float32.
         """
 
     @abstractmethod
-    def all_reduce(self, tensor: paddle.Tensor, *, label: str = "", after: Work | None = None) -> Work:
-        """Replaces ``tensor`` by its SUM over ranks, bitwise the same on every rank."""
+    def all_reduce(
+        self, tensor: paddle.Tensor, *, label: str = "", after: Work | None = None, wire_dtype: str | None = None
+    ) -> Work:
+        """Replaces ``tensor`` by its SUM over ranks, bitwise the same on every rank.
+
+        16-bit sums are formed in float32 and rounded once. With a 16-bit ``wire_dtype`` a float32 ``tensor`` is treated
+        so: it is rounded to that, summed up, rounded again and widened.
+        """
 
     @abstractmethod
     def broadcast(self, tensor: paddle.Tensor, *, src: int, label: str = "", after: Work | None = None) -> Work:

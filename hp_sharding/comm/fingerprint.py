@@ -104,11 +104,17 @@ class WatchedLane(Communicator):
         self._lines = lines
 
     def all_gather(
-        self, output: paddle.Tensor, input: paddle.Tensor, *, label: str = "", after: Work | None = None
+        self,
+        output: paddle.Tensor,
+        input: paddle.Tensor,
+        *,
+        label: str = "",
+        after: Work | None = None,
+        wire_dtype: str | None = None,
     ) -> Work:
         """See ``Communicator``."""
-        self._note("all_gather", output, label)
-        return self._inner.all_gather(output, input, label=label, after=after)
+        self._note("all_gather", output, label, _types(input, output, wire_dtype))
+        return self._inner.all_gather(output, input, label=label, after=after, wire_dtype=wire_dtype)
 
     def reduce_scatter(
         self,
@@ -118,28 +124,39 @@ class WatchedLane(Communicator):
         label: str = "",
         after: Work | None = None,
         accumulate: bool = False,
+        wire_dtype: str | None = None,
     ) -> Work:
         """See ``Communicator``."""
-        self._note("reduce_scatter", input, label)
-        return self._inner.reduce_scatter(output, input, label=label, after=after, accumulate=accumulate)
+        self._note("reduce_scatter", input, label, _types(input, output, wire_dtype))
+        return self._inner.reduce_scatter(
+            output, input, label=label, after=after, accumulate=accumulate, wire_dtype=wire_dtype
+        )
 
-    def all_reduce(self, tensor: paddle.Tensor, *, label: str = "", after: Work | None = None) -> Work:
+    def all_reduce(
+        self, tensor: paddle.Tensor, *, label: str = "", after: Work | None = None, wire_dtype: str | None = None
+    ) -> Work:
         """See ``Communicator``."""
-        self._note("all_reduce", tensor, label)
-        return self._inner.all_reduce(tensor, label=label, after=after)
+        self._note("all_reduce", tensor, label, _types(tensor, tensor, wire_dtype))
+        return self._inner.all_reduce(tensor, label=label, after=after, wire_dtype=wire_dtype)
 
     def broadcast(self, tensor: paddle.Tensor, *, src: int, label: str = "", after: Work | None = None) -> Work:
         """See ``Communicator``."""
-        self._note(f"broadcast from {src}", tensor, label)
+        self._note(f"broadcast from {src}", tensor, label, _types(tensor, tensor, None))
         return self._inner.broadcast(tensor, src=src, label=label, after=after)
 
     def close(self) -> None:
         """See ``Communicator``."""
         self._inner.close()
 
-    def _note(self, op: str, whole: paddle.Tensor, label: str) -> None:
-        dtype = str(whole.dtype).rpartition(".")[2]
-        self._lines.append(f"{op} of {whole.size} elements of {dtype} labelled {label!r}")
+    def _note(self, op: str, whole: paddle.Tensor, label: str, types: str) -> None:
+        self._lines.append(f"{op} of {whole.size} elements of {types} labelled {label!r}")
+
+
+def _types(own: paddle.Tensor, result: paddle.Tensor, wire_dtype: str | None) -> str:
+    dtype, result_dtype = (str(tensor.dtype).rpartition(".")[2] for tensor in (own, result))
+    if dtype == result_dtype and wire_dtype in (None, dtype):
+        return dtype
+    return f"{dtype} as {wire_dtype} into {result_dtype}" if wire_dtype else f"{dtype} into {result_dtype}"
 
 
 def _digest(lines: list[str]) -> int:

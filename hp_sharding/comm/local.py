@@ -15,8 +15,9 @@ import paddle
 
 from ..errors import CommError, ConfigError
 from .communicator import Communicator, Work
-from .memory import ELEMENT_TYPES, ElementType, bytes_of
-from .sums import Adder
+from .memory import ELEMENT_TYPES, bytes_of
+from .rounding import QUIETLY, narrow, rounded_blocks, widen
+from .wire import Carried, carried
 
 
 class LocalWork(Work):
@@ -94,10 +95,17 @@ class LocalCommunicator(Communicator):
         self._last: LocalWork | None = None
 
     def all_gather(
-        self, output: paddle.Tensor, input: paddle.Tensor, *, label: str = "", after: Work | None = None
+        self,
+        output: paddle.Tensor,
+        input: paddle.Tensor,
+        *,
+        label: str = "",
+        after: Work | None = None,
+        wire_dtype: str | None = None,
     ) -> Work:
         """See ``Communicator``."""
-        return self._start("all_gather", output, input, label=label, after=after)
+        types = self._check("all_gather", output, input, wire_dtype)
+        return self._start("all_gather", _Copy(output, input, types), label=label, after=after)
 
     def reduce_scatter(
         self,
@@ -107,99 +115,123 @@ class LocalCommunicator(Communicator):
         label: str = "",
         after: Work | None = None,
         accumulate: bool = False,
+        wire_dtype: str | None = None,
     ) -> Work:
         """See ``Communicator``."""
-        return self._start("reduce_scatter", output, input, label=label, after=after, accumulate=accumulate)
+        types = self._check("reduce_scatter", output, input, wire_dtype)
+        return self._start("reduce_scatter", _Copy(output, input, types, accumulate), label=label, after=after)
 
-    def all_reduce(self, tensor: paddle.Tensor, *, label: str = "", after: Work | None = None) -> Work:
+    def all_reduce(
+        self, tensor: paddle.Tensor, *, label: str = "", after: Work | None = None, wire_dtype: str | None = None
+    ) -> Work:
         """See ``Communicator``."""
-        return self._start("all_reduce", tensor, tensor, label=label, after=after)
+        types = self._check("all_reduce", tensor, tensor, wire_dtype)
+        return self._start("all_reduce", _Copy(tensor, tensor, types), label=label, after=after)
 
     def broadcast(self, tensor: paddle.Tensor, *, src: int, label: str = "", after: Work | None = None) -> Work:
         """See ``Communicator``."""
         if src != 0:
             raise ConfigError(f"broadcast from group rank {src}: a group of one has only rank 0")
-        return self._start("broadcast", tensor, tensor, label=label, after=after)
+        types = self._check("broadcast", tensor, tensor, None)
+        return self._start("broadcast", _Copy(tensor, tensor, types), label=label, after=after)
 
     def close(self) -> None:
         """Nothing to end."""
 
-    def _start(
-        self,
-        op: str,
-        output: paddle.Tensor,
-        input: paddle.Tensor,
-        *,
-        label: str,
-        after: Work | None,
-        accumulate: bool = False,
-    ) -> Work:
-        element = _element(op, output)
-        in_place = input is output or (input.data_ptr() == output.data_ptr() and input.shape == output.shape)
-        if not in_place and (_element(op, input) is not element or input.shape != output.shape):
-            raise ConfigError(
-                f"lane {self.lane!r}: {op} over one rank needs two tensors of one dtype and length, not "
-                f"{output.shape[0]} of {output.dtype} and {input.shape[0]} of {input.dtype}"
-            )
-        nbytes = output.shape[0] * element.item_bytes
-        work = LocalWork(op, label, self.lane, nbytes)
+    def _start(self, op: str, copy: _Copy, *, label: str, after: Work | None) -> Work:
+        work = LocalWork(op, label, self.lane, copy.numel * copy.types.wire.item_bytes)
         if self._last is not None and self._last.done():
             self._last = None
-        if after is None and not accumulate and self._last is None:
+        if after is None and not copy.adds and self._last is None:
             # Most are of this kind. With nothing to wait for there is no memory to be held, which costs ten times more.
             work.start_s = time.perf_counter()
-            if not in_place:
-                output.copy_(input, False)
+            copy.make_at_once()
             work.end_s = time.perf_counter()
             return work
-        on_host = not nbytes or output.place.is_cpu_place()
-        copy = _copy_on_host if on_host else _copy_on_device
-        work.start(copy(output, input, element, accumulate=accumulate), after, self._last)
+        work.start(copy.held(), after, self._last)
         self._last = work
         return work
 
-
-def _copy_on_host(
-    output: paddle.Tensor, input: paddle.Tensor, element: ElementType, *, accumulate: bool
-) -> Callable[[], None]:
-    nbytes = output.shape[0] * element.item_bytes
-    target, source = bytes_of(output, nbytes), bytes_of(input, nbytes)
-
-    def copy() -> None:
-        if accumulate:
-            adder = Adder(element)
-            partial = np.zeros(len(source) // element.item_bytes, adder.partial)
-            adder.add_to_partial(partial, adder.stored(source))
-            adder.store(adder.stored(target), partial, accumulate=True)
-        elif target.ctypes.data != source.ctypes.data:
-            np.copyto(target, source)
-
-    return copy
+    def _check(self, op: str, output: paddle.Tensor, input: paddle.Tensor, wire_dtype: str | None) -> Carried:
+        for tensor in (output,) if input is output else (output, input):
+            if tensor.dtype not in ELEMENT_TYPES or len(tensor.shape) != 1 or not tensor.is_contiguous():
+                raise ConfigError(
+                    f"{op} takes contiguous, one-dimensional tensors, not {tensor.dtype} of shape {tensor.shape}"
+                )
+        if input.shape != output.shape:
+            raise ConfigError(
+                f"lane {self.lane!r}: {op} over one rank needs two tensors of one length, not {output.shape[0]} of "
+                f"{output.dtype} and {input.shape[0]} of {input.dtype}"
+            )
+        return carried(op, input, output, wire_dtype=wire_dtype, where=f"lane {self.lane!r}")
 
 
-def _copy_on_device(
-    output: paddle.Tensor, input: paddle.Tensor, element: ElementType, *, accumulate: bool
-) -> Callable[[], None]:
-    """Queued on the current stream, like what comes before and after it."""
-    numel = output.shape[0]
-    # Tensors of their own: what becomes of the caller's objects is their affair.
-    target, source = output._slice(0, numel), input._slice(0, numel)
-    wide = "float32" if element.storage.itemsize == 2 and element.partial == np.float32 else element.name
+class _Copy:
+    """What becomes of a rank's tensor where there is no other rank.
 
-    @paddle.no_grad()
-    def copy() -> None:
-        if accumulate:
-            target.copy_((target.astype(wide) + source.astype(wide)).astype(element.name), False)
-        elif target.data_ptr() != source.data_ptr():
-            target.copy_(source, False)
+    Attributes:
+        numel: its elements.
+        types: what it is converted to on the way, as if it travelled.
+        adds: whether it is added to what the output holds.
+    """
 
-    return copy
+    def __init__(self, output: paddle.Tensor, input: paddle.Tensor, types: Carried, adds: bool = False) -> None:
+        self.numel = output.shape[0]
+        self.types = types
+        self.adds = adds
+        self._output = output
+        self._input = input
 
+    @property
+    def _in_place(self) -> bool:
+        return self._input is self._output or self._input.data_ptr() == self._output.data_ptr()
 
-def _element(op: str, tensor: paddle.Tensor) -> ElementType:
-    element = ELEMENT_TYPES.get(tensor.dtype)
-    if element is None or len(tensor.shape) != 1 or not tensor.is_contiguous():
-        raise ConfigError(f"{op} takes contiguous, one-dimensional tensors, not {tensor.dtype} of shape {tensor.shape}")
-    if op in ("reduce_scatter", "all_reduce") and element.partial is None:
-        raise ConfigError(f"{op} cannot add up {element.name}")
-    return element
+    def make_at_once(self) -> None:
+        """Carries it out."""
+        if self.types.converts:
+            self.held()()
+        elif not self._in_place:
+            self._output.copy_(self._input, False)
+
+    def held(self) -> Callable[[], None]:
+        """What carries it out, and keeps the memory, whatever becomes of the tensors."""
+        if not self.numel:
+            return lambda: None
+        return self._on_host() if self._output.place.is_cpu_place() else self._on_device()
+
+    def _on_host(self) -> Callable[[], None]:
+        own, wire, result = self.types
+        target = result.array(bytes_of(self._output, self.numel * result.item_bytes))
+        source = own.array(bytes_of(self._input, self.numel * own.item_bytes))
+        converts, adds, in_place = self.types.converts, self.adds, self._in_place
+
+        @QUIETLY
+        def copy() -> None:
+            if converts or adds:
+                for block, values in rounded_blocks(source, own, wire):
+                    total = np.add(values, widen(target[block], result)) if adds else values
+                    narrow(target[block], total, result)
+            elif not in_place:
+                np.copyto(target, source)
+
+        return copy
+
+    def _on_device(self) -> Callable[[], None]:
+        """Queued on the current stream, like what comes before and after it."""
+        numel, adds, in_place = self.numel, self.adds, self._in_place
+        own, wire, result = self.types
+        # Tensors of their own: what becomes of the caller's objects is their affair.
+        target, source = self._output._slice(0, numel), self._input._slice(0, numel)
+        wide = "float32" if wire.name in ("float16", "bfloat16") else wire.name
+
+        @paddle.no_grad()
+        def copy() -> None:
+            if adds:
+                total = target.astype(wide) + source.astype(wire.name).astype(wide)
+                target.copy_(total.astype(result.name), False)
+            elif own is not wire or wire is not result:
+                target.copy_(source.astype(wire.name).astype(result.name), False)
+            elif not in_place:
+                target.copy_(source, False)
+
+        return copy

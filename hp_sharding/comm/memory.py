@@ -13,6 +13,18 @@ Bytes = npt.NDArray[np.uint8]
 """A one-dimensional array of uint8 that shares the memory of a tensor."""
 
 
+class Span(NamedTuple):
+    """A range of elements."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """How many elements it covers."""
+        return self.stop - self.start
+
+
 class ElementType(NamedTuple):
     """How numpy sees the elements of a Paddle dtype.
 
@@ -30,6 +42,10 @@ class ElementType(NamedTuple):
     def item_bytes(self) -> int:
         """Bytes of one element."""
         return self.storage.itemsize
+
+    def array(self, data: Bytes) -> npt.NDArray[Any]:
+        """Memory of a tensor seen as its elements."""
+        return data.view(self.storage)
 
 
 def _element_types() -> dict[Any, ElementType]:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .links import Links, Transfer
-from .memory import Bytes
-from .sums import Adder, Array
+from .memory import Bytes, Span
+from .rounding import Array, convert
+from .sums import Adder
+from .widening import Rounded
 
 # A piece is passed on, or added up, when all of it has come.
 MAX_PIECE_BYTES = 8 << 20
@@ -28,18 +31,8 @@ _MIN_PIECE_BYTES = 256 << 10
 SMALL_BYTES = 32 << 10
 # One being received, one being added up, one being sent.
 _NSLOTS = 3
-
-
-class Span(NamedTuple):
-    """A range of elements."""
-
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        """How many elements it covers."""
-        return self.stop - self.start
+# Two blocks of this rank's own pieces: see ``_ReduceScatter``.
+_NSENT_SLOTS = 2 * (_NSLOTS - 1)
 
 
 class Scratch:
@@ -72,26 +65,48 @@ class Ring:
         self.links = links
         self.scratch = Scratch()
 
-    def all_gather(self, data: Bytes, chunks: list[Span]) -> None:
-        """Fills in the other ranks' chunks. ``chunks[r]`` is rank r's range of bytes; this rank's own is in place."""
+    def all_gather(
+        self, data: Bytes, chunks: list[Span], settle: Callable[[int, Span], None] = lambda rank, piece: None
+    ) -> None:
+        """Fills in the other ranks' chunks.
+
+        Args:
+            data: where they lie; this rank's own is in place.
+            chunks: ``chunks[r]`` is rank r's range of bytes.
+            settle: is called with r for each piece of ``chunks[r]``, once it is there and has been sent on, while
+                others may be on their way; for one rank from its first piece to its last.
+        """
         if sum(chunk.numel for chunk in chunks) <= SMALL_BYTES:
-            for step in range(self.nranks - 1):
-                outgoing, incoming = chunks[self.at(-step)], chunks[self.at(-step - 1)]
-                self.swap(data[outgoing.start : outgoing.stop], data[incoming.start : incoming.stop])
+            self._all_gather_small(data, chunks)
+            for rank, chunk in enumerate(chunks):
+                settle(rank, chunk)
             return
-        transfers: list[Transfer] = []
-        arrived: list[Transfer | None] = [None] * len(_pieces(chunks[self.rank], MAX_PIECE_BYTES))
+        moves = arrived = [
+            _Move(self.rank, piece, []) for piece in _pieces(chunks[self.rank], MAX_PIECE_BYTES, multiple=2)
+        ]
         for step in range(self.nranks - 1):
             # What came in the last step goes on as soon as it is there.
-            for piece, after in zip(_pieces(chunks[self.at(-step)], MAX_PIECE_BYTES), arrived, strict=True):
-                transfers.append(self.links.start_send(data[piece.start : piece.stop], after))
-            receives = [
-                self.links.start_recv(data[piece.start : piece.stop])
-                for piece in _pieces(chunks[self.at(-step - 1)], MAX_PIECE_BYTES)
+            for move in arrived:
+                after = move.transfers[0] if move.transfers else None
+                move.transfers.append(self.links.start_send(data[move.piece.start : move.piece.stop], after))
+            sender = self.at(-step - 1)
+            arrived = [
+                _Move(sender, piece, [self.links.start_recv(data[piece.start : piece.stop])])
+                for piece in _pieces(chunks[sender], MAX_PIECE_BYTES, multiple=2)
             ]
-            transfers += receives
-            arrived = list(receives)
-        _wait_all(transfers)
+            moves = moves + arrived
+        for move in moves:
+            _wait_all(move.transfers)
+            settle(move.rank, move.piece)
+
+    def _all_gather_small(self, data: Bytes, chunks: list[Span]) -> None:
+        for step in range(self.nranks - 1):
+            outgoing, incoming = chunks[self.at(-step)], chunks[self.at(-step - 1)]
+            self.swap(data[outgoing.start : outgoing.stop], data[incoming.start : incoming.stop])
+
+    def all_gather_rounded(self, rounded: Rounded) -> None:
+        """Fills in all chunks of ``rounded``; this rank's own elements have been put there."""
+        self.all_gather(rounded.data, rounded.chunks, rounded.settle)
 
     def broadcast(self, data: Bytes, src: int) -> None:
         """Passes rank ``src``'s bytes along the ring."""
@@ -122,8 +137,8 @@ class Ring:
         ``output`` may be that chunk itself; nothing else of ``data`` is written.
 
         Args:
-            output: stored elements, as many as ``chunks[rank]``.
-            data: stored elements.
+            output: result elements, as many as ``chunks[rank]``.
+            data: own elements.
             chunks: ``chunks[r]`` is the range of elements that rank r sums up.
             adder: sums of this element type.
             accumulate: add the sum to what ``output`` holds.
@@ -133,13 +148,18 @@ class Ring:
         task.run()
 
     def all_reduce(self, data: Array, adder: Adder) -> None:
-        """Replaces stored elements by their sum over ranks, the same bits on every rank."""
+        """Replaces own elements by their sum over ranks, the same bits on every rank."""
         if data.nbytes * self.nranks <= SMALL_BYTES:
             self._all_reduce_small(data, adder)
             return
         chunks = even_chunks(len(data), self.nranks)
         own = chunks[self.rank]
         self.reduce_scatter(data[own.start : own.stop], data, chunks, adder)
+        if adder.rounds_own:
+            rounded = Rounded(data.view(np.uint8), chunks, adder.own, wire=adder.element)
+            rounded.put(self.rank, data[own.start : own.stop], adder.own)
+            self.all_gather_rounded(rounded)
+            return
         item_bytes = data.itemsize
         self.all_gather(
             data.view(np.uint8), [Span(chunk.start * item_bytes, chunk.stop * item_bytes) for chunk in chunks]
@@ -147,16 +167,19 @@ class Ring:
 
     def _all_reduce_small(self, data: Array, adder: Adder) -> None:
         """Half the steps of the ring: everybody gets everything and adds it up in the order of the ranks."""
-        nbytes = data.nbytes
+        nbytes = len(data) * adder.element.item_bytes
         everything = self.scratch.take("small", nbytes * self.nranks)
-        everything[self.rank * nbytes : (self.rank + 1) * nbytes] = data.view(np.uint8)
-        self.all_gather(everything, [Span(rank * nbytes, (rank + 1) * nbytes) for rank in range(self.nranks)])
-        terms = adder.stored(everything).reshape(self.nranks, -1)
+        chunks = [Span(rank * nbytes, (rank + 1) * nbytes) for rank in range(self.nranks)]
+        terms = adder.element.array(everything).reshape(self.nranks, -1)
+        convert(terms[self.rank], adder.element, data, adder.own)
+        self.all_gather(everything, chunks)
+        travelled = adder.travelled
         partial = np.empty(len(data), adder.partial)
-        adder.add_stored(partial, terms[0], terms[1])
+        travelled.add_first(partial, terms[0], terms[1])
         for term in terms[2:]:
-            adder.add_to_partial(partial, term)
-        adder.store(data, partial, accumulate=False)
+            travelled.add_to_partial(partial, term)
+        travelled.store(terms[0], partial, accumulate=False)
+        convert(data, adder.own, terms[0], adder.element)
 
     def swap(self, outgoing: Bytes, incoming: Bytes) -> None:
         """Sends and receives in this thread. A send ends only when its partner receives, so neighbours take turns."""
@@ -170,6 +193,14 @@ class Ring:
         return (self.rank + distance) % self.nranks
 
 
+class _Move(NamedTuple):
+    """A piece of rank ``rank``'s part of a gather, and what it takes part in."""
+
+    rank: int
+    piece: Span
+    transfers: list[Transfer]
+
+
 class _Item(NamedTuple):
     """A piece that comes in, in one step of a reduce-scatter; or, where ``step`` is -1, one of this rank's to send."""
 
@@ -181,7 +212,7 @@ class _ReduceScatter:
     """A reduce-scatter under way.
 
     In step s rank r sends chunk r - s - 1 and receives chunk r - s - 2, to which it adds its own part; the chunk that
-    comes in the last step is its own. The first step carries stored elements, later ones partial sums.
+    comes in the last step is its own. The first step carries the elements that travel, later ones partial sums.
     """
 
     def __init__(self, ring: Ring, output: Array, data: Array, chunks: list[Span], adder: Adder) -> None:
@@ -210,9 +241,10 @@ class _ReduceScatter:
         freed: deque[Transfer | None] = deque([None] * _NSLOTS)
         receives: deque[Transfer] = deque()
         ntaken = nposted = 0
+        own_sends: list[Transfer] = []
         for item in program:
             if item.step < 0:
-                sends.append(self._links.start_send(_bytes(self._part(item.piece))))
+                own_sends.append(self._send_own(item.piece, own_sends))
                 continue
             while nposted < min(len(incoming), ntaken + _NSLOTS - 1):
                 slot = self._slot(nposted, incoming[nposted])
@@ -225,7 +257,27 @@ class _ReduceScatter:
             if send is not None:
                 sends.append(send)
             ntaken += 1
-        _wait_all(sends)
+        _wait_all(own_sends + sends)
+
+    def _send_own(self, piece: Span, earlier: list[Transfer]) -> Transfer:
+        """Starts to send a piece of this rank's own terms, after ``earlier`` ones.
+
+        Where it is rounded for that, the memory is that of the piece so many before. That one the next rank has taken
+        in by then, or is about to: it lies two blocks back, and this rank has received what is between the two.
+        """
+        if not self._adder.rounds_own:
+            return self._links.start_send(_bytes(self._part(piece)))
+        if len(earlier) >= _NSENT_SLOTS:
+            earlier[-_NSENT_SLOTS].wait()
+        return self._links.start_send(_bytes(self._rounded(len(earlier) % _NSENT_SLOTS, piece)))
+
+    def _rounded(self, slot: int, piece: Span) -> Array:
+        """This rank's terms as they travel."""
+        if not self._adder.rounds_own:
+            return self._part(piece)
+        out = self._take(f"sent{slot}", piece.numel, self._adder.element.storage)
+        convert(out, self._adder.element, self._part(piece), self._adder.own)
+        return out
 
     def _program(self) -> list[_Item]:
         """What this rank does, in order. All ranks' orders fit together.
@@ -251,7 +303,7 @@ class _ReduceScatter:
     def _run_small(self) -> None:
         """Without threads: step by step in this one."""
         self._piece_numel = max(chunk.numel for chunk in self._chunks)
-        outgoing: Array = self._part(self._chunks[self._ring.at(-1)])
+        outgoing = self._rounded(0, self._chunks[self._ring.at(-1)])
         for step in range(self._last_step + 1):
             item = _Item(self._chunks[self._ring.at(-step - 2)], step)
             # Every other slot: the one before is still being sent.
@@ -266,12 +318,12 @@ class _ReduceScatter:
         is_last = item.step == self._last_step
         if is_last and not self._adder.widens and not self.accumulate:
             result = self._output[start : start + len(own)]
-            self._adder.add_stored(result, received, own)
+            self._adder.add_first(result, received, own)
             return result
         partial = received
         if item.step == 0:
             partial = self._take(f"partial{index % _NSLOTS}", item.piece.numel, self._adder.partial)
-            self._adder.add_stored(partial, received, own)
+            self._adder.add_first(partial, received, own)
         else:
             self._adder.add_to_partial(partial, own)
         if is_last:
@@ -288,9 +340,9 @@ class _ReduceScatter:
         return self._data[piece.start : piece.stop]
 
     def _slot(self, index: int, item: _Item) -> Array:
-        """Where a piece is received: as stored elements in the first step, as partial sums later."""
+        """Where a piece is received: as what travels in the first step, as partial sums later."""
         if item.step == 0 and self._adder.widens:
-            return self._take(f"stored{index % _NSLOTS}", item.piece.numel, self._adder.element.storage)
+            return self._take(f"travelled{index % _NSLOTS}", item.piece.numel, self._adder.element.storage)
         return self._take(f"partial{index % _NSLOTS}", item.piece.numel, self._adder.partial)
 
     def _take(self, name: str, numel: int, dtype: np.dtype[Any]) -> Array:
@@ -306,12 +358,12 @@ def even_chunks(numel: int, nranks: int) -> list[Span]:
     return [Span(start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
-def _pieces(chunk: Span, max_numel: int) -> list[Span]:
-    """Cuts a chunk into as few pieces of about the same length as the limit allows."""
+def _pieces(chunk: Span, max_numel: int, multiple: int = 1) -> list[Span]:
+    """Cuts a chunk into as few pieces of about the same length as the limit allows, all but one a ``multiple``."""
     if chunk.numel == 0:
         return []
     npieces = -(-chunk.numel // max_numel)
-    length = -(-chunk.numel // npieces)
+    length = -(-chunk.numel // (npieces * multiple)) * multiple
     return [Span(start, min(start + length, chunk.stop)) for start in range(chunk.start, chunk.stop, length)]
 
 

@@ -30,8 +30,11 @@ from paddle.base import core
 
 from ..errors import CommError, ConfigError, HpShardingError
 from .communicator import Communicator, Stall, Work
+from .convert import queue_cast
 from .device import CurrentStream, Device, same_stream
+from .stream_sums import Exchange, Scratch, exchange
 from .watch import Watcher
+from .wire import SUMS, carried
 
 _SUM = core.ReduceOp.SUM
 _NARROW = (paddle.float16, paddle.bfloat16)
@@ -43,9 +46,6 @@ _FLIGHT_S = 40.0
 _POLL_S = 0.001
 RUNTIME_ERRORS = (RuntimeError, OSError, ValueError, SystemError)
 """What Paddle makes of an error of the device or of its communication library."""
-
-_Keep = Callable[[Sequence[paddle.Tensor]], None]
-"""Takes what has been allocated on the lane's stream while it is the current one."""
 
 
 class Message(NamedTuple):
@@ -264,20 +264,36 @@ class StreamCommunicator(Communicator):
         # Compute waits for what is sent, so its few kernels go first where both want the device.
         self._stream = paddle.device.Stream(priority=_HIGH_PRIORITY)
         self._works = _Lane()
+        self._scratch = Scratch()
         self._last: StreamWork | None = None
         self._closed = False
 
     def all_gather(
-        self, output: paddle.Tensor, input: paddle.Tensor, *, label: str = "", after: Work | None = None
+        self,
+        output: paddle.Tensor,
+        input: paddle.Tensor,
+        *,
+        label: str = "",
+        after: Work | None = None,
+        wire_dtype: str | None = None,
     ) -> Work:
-        """See ``Communicator``. Any dtype."""
-        nbytes = self._check("all_gather", output, input)
-        whole, part = _copyable(output), _copyable(input)
+        """See ``Communicator``. Any dtype, where they are all the same."""
+        numel = self._check("all_gather", output, input)
+        wire = self._wire("all_gather", input, output, wire_dtype)
+        gathered = output if output.dtype == wire else self._scratch.take("gathered", numel, wire)
+        whole, part = _copyable(gathered), _copyable(input)
 
-        def run(keep: _Keep) -> None:
-            self._group.all_gather_into_tensor_on_calc_stream(whole, part)
+        def run() -> None:
+            own = part
+            if input.dtype != wire or gathered is not output:
+                own = gathered._slice(self.rank * part.shape[0], (self.rank + 1) * part.shape[0])
+                queue_cast(own, part)
+            self._group.all_gather_into_tensor_on_calc_stream(whole, own)
+            if gathered is not output:
+                queue_cast(output, gathered)
 
-        return self._start("all_gather", run, [output, input], nbytes=nbytes, label=label, after=after)
+        nbytes = numel * gathered.element_size()
+        return self._start("all_gather", run, [output, input, gathered], nbytes=nbytes, label=label, after=after)
 
     def reduce_scatter(
         self,
@@ -287,55 +303,72 @@ class StreamCommunicator(Communicator):
         label: str = "",
         after: Work | None = None,
         accumulate: bool = False,
+        wire_dtype: str | None = None,
     ) -> Work:
         """See ``Communicator``."""
-        nbytes = self._check("reduce_scatter", input, output)
-        self._check_sum("reduce_scatter", input)
-        exchanges = input.dtype in _NARROW and (accumulate or self.nranks > 2)
-        # Allocated here, for the stream on which all other memory is.
-        scratch = paddle.empty_like(input if exchanges else output) if exchanges or accumulate else output
+        numel = self._check("reduce_scatter", input, output)
+        wire = self._wire("reduce_scatter", input, output, wire_dtype)
+        sent = input if input.dtype == wire else self._scratch.take("sent", numel, wire)
+        if wire in _NARROW and (accumulate or self.nranks > 2 or output.dtype != input.dtype or sent is not input):
+            in_place = output.dtype == paddle.float32 and not accumulate
+            terms = exchange(self._scratch, sent, self.nranks, total=output if in_place else None)
+            touched = [output, input, *terms]
 
-        def run(keep: _Keep) -> None:
-            if exchanges:
-                self._sum_pieces(output, scratch, input, keep, adds=accumulate)
-                return
-            self._group.reduce_scatter_tensor_on_calc_stream(scratch, input, _SUM)
-            if accumulate:
-                output.add_(scratch)
+            def run() -> None:
+                if sent is not input:
+                    queue_cast(sent, input)
+                terms.run(self._group)
+                if accumulate:
+                    terms.add(output)
+                if not in_place:
+                    queue_cast(output, terms.total)
+        else:
+            total = self._scratch.take("total", output.shape[0], wire) if accumulate else output
+            touched = [output, input, total]
 
-        touched = [output, input, scratch]
+            def run() -> None:
+                self._group.reduce_scatter_tensor_on_calc_stream(total, input, _SUM)
+                if accumulate:
+                    output.add_(total)
+
+        nbytes = numel * sent.element_size()
         return self._start("reduce_scatter", run, touched, nbytes=nbytes, label=label, after=after)
 
-    def all_reduce(self, tensor: paddle.Tensor, *, label: str = "", after: Work | None = None) -> Work:
+    def all_reduce(
+        self, tensor: paddle.Tensor, *, label: str = "", after: Work | None = None, wire_dtype: str | None = None
+    ) -> Work:
         """See ``Communicator``."""
-        nbytes = self._check("all_reduce", tensor)
-        self._check_sum("all_reduce", tensor)
-        exchanges = tensor.dtype in _NARROW and self.nranks > 2
-        padded_numel = -(-tensor.shape[0] // self.nranks) * self.nranks
-        scratch = [paddle.zeros([padded_numel], tensor.dtype) for _ in range(2)] if exchanges else []
+        numel = self._check("all_reduce", tensor)
+        wire = self._wire("all_reduce", tensor, tensor, wire_dtype)
+        exchanges = wire in _NARROW and self.nranks > 2
+        sent_numel = -(-numel // self.nranks) * self.nranks if exchanges else numel
+        sent = self._scratch.take("sent", sent_numel, wire) if exchanges or tensor.dtype != wire else tensor
+        terms = exchange(self._scratch, sent, self.nranks) if exchanges else None
 
-        def run(keep: _Keep) -> None:
-            if not exchanges:
+        def run() -> None:
+            if sent is tensor:
                 self._group.all_reduce_on_calc_stream(tensor, _SUM)
                 return
-            whole, pieces = scratch
-            own_numel = padded_numel // self.nranks
-            own = whole._slice(self.rank * own_numel, (self.rank + 1) * own_numel)
-            whole._slice(0, tensor.shape[0]).copy_(tensor, False)
-            self._sum_pieces(own, pieces, whole, keep)
-            self._group.all_gather_into_tensor_on_calc_stream(whole, own)
-            tensor.copy_(whole._slice(0, tensor.shape[0]), False)
+            data = sent._slice(0, numel)
+            queue_cast(data, tensor)
+            if terms is None:
+                self._group.all_reduce_on_calc_stream(sent, _SUM)
+            else:
+                self._exchange_all(terms, numel)
+            queue_cast(tensor, data)
 
-        return self._start("all_reduce", run, [tensor, *scratch], nbytes=nbytes, label=label, after=after)
+        nbytes = numel * sent.element_size()
+        touched = [tensor, sent, *(terms or [])]
+        return self._start("all_reduce", run, touched, nbytes=nbytes, label=label, after=after)
 
     def broadcast(self, tensor: paddle.Tensor, *, src: int, label: str = "", after: Work | None = None) -> Work:
         """See ``Communicator``."""
-        nbytes = self._check("broadcast", tensor)
+        nbytes = self._check("broadcast", tensor) * tensor.element_size()
         if not 0 <= src < self.nranks:
             raise ConfigError(f"broadcast from group rank {src}: the group has ranks 0 to {self.nranks - 1}")
         data = _copyable(tensor)
 
-        def run(keep: _Keep) -> None:
+        def run() -> None:
             self._group.broadcast_on_calc_stream(data, src)
 
         return self._start("broadcast", run, [tensor], nbytes=nbytes, label=label, after=after)
@@ -354,7 +387,7 @@ class StreamCommunicator(Communicator):
     def _start(
         self,
         op: str,
-        run: Callable[[_Keep], None],
+        run: Callable[[], None],
         touched: Sequence[paddle.Tensor],
         *,
         nbytes: int,
@@ -383,13 +416,13 @@ class StreamCommunicator(Communicator):
                 self._last = work
         return work
 
-    def _queue(self, work: StreamWork, run: Callable[[_Keep], None] | None, after: Work | None) -> None:
+    def _queue(self, work: StreamWork, run: Callable[[], None] | None, after: Work | None) -> None:
         """With the lane's stream as the current one."""
         if after is not None and after.on_device and not self._follow(after, work):
             return
         work.mark_begin(self._stream)
         if run is not None:
-            run(work.hold)
+            run()
 
     def _follow(self, after: Work, work: StreamWork) -> bool:
         """Makes the current stream wait for ``after``; False where that has failed: then ``work`` and its lanes do."""
@@ -402,24 +435,15 @@ class StreamCommunicator(Communicator):
             return False
         return True
 
-    def _sum_pieces(
-        self, output: paddle.Tensor, pieces: paddle.Tensor, whole: paddle.Tensor, keep: _Keep, *, adds: bool = False
-    ) -> None:
-        """Sends each rank its piece of ``whole``, and sums up those that come, rounding once.
-
-        In float32, in the order of ranks. ``output`` may lie in ``whole``; where it ``adds``, what it holds comes last.
-        """
-        numel = whole.shape[0] // self.nranks
-        sizes = [numel] * self.nranks
-        self._group.all_to_all_single_on_calc_stream(pieces, whole, sizes, sizes)
-        terms = [pieces._slice(rank * numel, (rank + 1) * numel) for rank in range(self.nranks)]
-        wide = [term.cast("float32") for term in (*terms, *([output] if adds else []))]
-        keep(wide)
-        for term in wide[1:]:
-            wide[0].add_(term)
-        rounded = wide[0].cast(output.dtype)
-        keep([rounded])
-        output.copy_(rounded, False)
+    def _exchange_all(self, terms: Exchange, numel: int) -> None:
+        """Replaces all pieces of ``terms.sent``, of which ``numel`` elements count, by their sum."""
+        padded_numel, own_numel = terms.sent.shape[0], terms.total.shape[0]
+        if padded_numel > numel:
+            terms.sent._slice(numel, padded_numel).fill_(0.0)
+        terms.run(self._group)
+        own = terms.sent._slice(self.rank * own_numel, (self.rank + 1) * own_numel)
+        queue_cast(own, terms.total)
+        self._group.all_gather_into_tensor_on_calc_stream(terms.sent, own)
 
     def _check_open(self, work: StreamWork) -> None:
         if self._watcher.failure is not None:
@@ -434,31 +458,38 @@ class StreamCommunicator(Communicator):
             )
 
     def _check(self, op: str, whole: paddle.Tensor, part: paddle.Tensor | None = None) -> int:
-        """Bytes of the whole."""
+        """Elements of the whole."""
         for tensor in (whole, part):
             if tensor is not None:
                 self._check_tensor(op, tensor)
         numel = whole.shape[0]
-        if part is not None and (part.dtype != whole.dtype or part.shape[0] * self.nranks != numel):
+        if part is not None and part.shape[0] * self.nranks != numel:
             raise ConfigError(
-                f"rank {self._me}, lane {self.lane!r}: {op} over {self.nranks} ranks got {numel} elements of "
-                f"{whole.dtype} and {part.shape[0]} of {part.dtype}; one must be {self.nranks} times the other, of one "
-                "dtype"
+                f"{self._where()}: {op} over {self.nranks} ranks got {numel} elements of {whole.dtype} and "
+                f"{part.shape[0]} of {part.dtype}; one must be {self.nranks} times the other"
             )
-        return int(numel * whole.element_size())
+        return int(numel)
 
     def _check_tensor(self, op: str, tensor: paddle.Tensor) -> None:
         fits = len(tensor.shape) == 1 and tensor.is_contiguous()
         # Without elements it has no memory, and so no place.
         if not fits or (tensor.shape[0] and not self._device.holds(tensor)):
             raise ConfigError(
-                f"rank {self._me}, lane {self.lane!r}: {op} takes contiguous, one-dimensional tensors on "
-                f"{self._device.name}, not {tensor.dtype} of shape {list(tensor.shape)} on {tensor.place}"
+                f"{self._where()}: {op} takes contiguous, one-dimensional tensors on {self._device.name}, not "
+                f"{tensor.dtype} of shape {list(tensor.shape)} on {tensor.place}"
             )
 
-    def _check_sum(self, op: str, tensor: paddle.Tensor) -> None:
-        if tensor.dtype not in _NATIVE:
-            raise ConfigError(f"rank {self._me}, lane {self.lane!r}: {op} cannot add up {tensor.dtype}")
+    def _wire(self, op: str, own: paddle.Tensor, result: paddle.Tensor, wire_dtype: str | None) -> Any:
+        """What travels, as Paddle's dtype."""
+        if op in SUMS and own.dtype not in _NATIVE:
+            raise ConfigError(f"{self._where()}: {op} cannot add up {own.dtype}")
+        if wire_dtype is None and own.dtype == result.dtype:
+            return own.dtype
+        types = carried(op, own, result, wire_dtype=wire_dtype, where=self._where())
+        return getattr(paddle, types.wire.name)
+
+    def _where(self) -> str:
+        return f"rank {self._me}, lane {self.lane!r}"
 
 
 def _copyable(tensor: paddle.Tensor) -> paddle.Tensor:

@@ -20,9 +20,12 @@ from ..errors import CommError, ConfigError
 from .agreement import Agreement, Cause, Refused, Token
 from .communicator import Communicator, Work
 from .links import TcpLinks
-from .memory import ELEMENT_TYPES, Bytes, ElementType, bytes_of
-from .ring import Ring, Span
+from .memory import ELEMENT_TYPES, Bytes, bytes_of
+from .ring import Ring, even_chunks
+from .rounding import convert
 from .sums import Adder
+from .widening import Rounded
+from .wire import Carried, carried, plain
 
 _log = logging.getLogger("hp_sharding")
 # How long a failed transfer waits for the news that a peer is dead or silent, which says more.
@@ -136,23 +139,21 @@ class TcpCommunicator(Communicator):
         self._worker.start()
 
     def all_gather(
-        self, output: paddle.Tensor, input: paddle.Tensor, *, label: str = "", after: Work | None = None
+        self,
+        output: paddle.Tensor,
+        input: paddle.Tensor,
+        *,
+        label: str = "",
+        after: Work | None = None,
+        wire_dtype: str | None = None,
     ) -> Work:
-        """See ``Communicator``. Any dtype."""
-        element, numel = self._check("all_gather", output, input)
-        nbytes = numel * element.item_bytes
-        data = bytes_of(output, nbytes)
-        own = bytes_of(input, nbytes // self.nranks)
-        chunk_bytes = nbytes // self.nranks
-        chunks = [Span(rank * chunk_bytes, (rank + 1) * chunk_bytes) for rank in range(self.nranks)]
-
-        def transfer() -> None:
-            mine = data[chunks[self.rank].start : chunks[self.rank].stop]
-            if nbytes and mine.ctypes.data != own.ctypes.data:
-                mine[:] = own
-            self._ring.all_gather(data, chunks)
-
-        return self._submit("all_gather", element, nbytes, transfer, label=label, after=after)
+        """See ``Communicator``. Any dtype, where they are all the same."""
+        numel = self._check("all_gather", output, input)
+        types = self._carried("all_gather", input, output, wire_dtype)
+        data = bytes_of(output, numel * types.result.item_bytes)
+        own = bytes_of(input, numel // self.nranks * types.own.item_bytes)
+        transfer = self._rounded_gather if types.wire is not types.result else self._gather
+        return self._submit("all_gather", types, numel, lambda: transfer(data, own, types), label=label, after=after)
 
     def reduce_scatter(
         self,
@@ -162,40 +163,42 @@ class TcpCommunicator(Communicator):
         label: str = "",
         after: Work | None = None,
         accumulate: bool = False,
+        wire_dtype: str | None = None,
     ) -> Work:
         """See ``Communicator``. All dtypes but bool."""
-        element, numel = self._check("reduce_scatter", input, output)
-        nbytes = numel * element.item_bytes
-        adder = self._adder("reduce_scatter", element)
-        data = adder.stored(bytes_of(input, nbytes))
-        result = adder.stored(bytes_of(output, nbytes // self.nranks))
-        chunk_numel = numel // self.nranks
-        chunks = [Span(rank * chunk_numel, (rank + 1) * chunk_numel) for rank in range(self.nranks)]
+        numel = self._check("reduce_scatter", input, output)
+        types = self._carried("reduce_scatter", input, output, wire_dtype)
+        adder = Adder(types)
+        data = types.own.array(bytes_of(input, numel * types.own.item_bytes))
+        result = types.result.array(bytes_of(output, numel // self.nranks * types.result.item_bytes))
+        chunks = even_chunks(numel, self.nranks)
 
         def transfer() -> None:
             self._ring.reduce_scatter(result, data, chunks, adder, accumulate=accumulate)
 
-        return self._submit("reduce_scatter", element, nbytes, transfer, label=label, after=after)
+        return self._submit("reduce_scatter", types, numel, transfer, label=label, after=after)
 
-    def all_reduce(self, tensor: paddle.Tensor, *, label: str = "", after: Work | None = None) -> Work:
+    def all_reduce(
+        self, tensor: paddle.Tensor, *, label: str = "", after: Work | None = None, wire_dtype: str | None = None
+    ) -> Work:
         """See ``Communicator``. All dtypes but bool."""
-        element, numel = self._element("all_reduce", tensor)
-        nbytes = numel * element.item_bytes
-        adder = self._adder("all_reduce", element)
-        data = adder.stored(bytes_of(tensor, nbytes))
+        numel = self._check("all_reduce", tensor)
+        types = self._carried("all_reduce", tensor, tensor, wire_dtype)
+        adder = Adder(types)
+        data = types.own.array(bytes_of(tensor, numel * types.own.item_bytes))
         return self._submit(
-            "all_reduce", element, nbytes, lambda: self._ring.all_reduce(data, adder), label=label, after=after
+            "all_reduce", types, numel, lambda: self._ring.all_reduce(data, adder), label=label, after=after
         )
 
     def broadcast(self, tensor: paddle.Tensor, *, src: int, label: str = "", after: Work | None = None) -> Work:
         """See ``Communicator``."""
-        element, numel = self._element("broadcast", tensor)
+        numel = self._check("broadcast", tensor)
         if not 0 <= src < self.nranks:
             raise ConfigError(f"broadcast from group rank {src}: the group has ranks 0 to {self.nranks - 1}")
-        nbytes = numel * element.item_bytes
-        data: Bytes = bytes_of(tensor, nbytes)
+        types = plain(ELEMENT_TYPES[tensor.dtype])
+        data = bytes_of(tensor, numel * types.wire.item_bytes)
         return self._submit(
-            f"broadcast from {src}", element, nbytes, lambda: self._ring.broadcast(data, src), label=label, after=after
+            f"broadcast from {src}", types, numel, lambda: self._ring.broadcast(data, src), label=label, after=after
         )
 
     def close(self) -> None:
@@ -228,14 +231,14 @@ class TcpCommunicator(Communicator):
     def _submit(
         self,
         what: str,
-        element: ElementType,
-        nbytes: int,
+        types: Carried,
+        numel: int,
         transfer: Callable[[], None],
         *,
         label: str,
         after: Work | None,
     ) -> TcpWork:
-        token = Token(f"{what} ({element.name})", nbytes, label)
+        token = Token(f"{what} ({types})", numel * types.wire.item_bytes, label)
         op = what.partition(" ")[0]
         with self._submitting:
             refusal = self._agreement.refusal(self.lane)
@@ -307,28 +310,42 @@ class TcpCommunicator(Communicator):
         if not isinstance(after, TcpWork):
             self._announce(work)
 
-    def _check(self, op: str, whole: paddle.Tensor, part: paddle.Tensor) -> tuple[ElementType, int]:
-        element, numel = self._element(op, whole)
-        part_element, part_numel = self._element(op, part)
-        if part_element is not element or part_numel * self.nranks != numel:
-            raise ConfigError(
-                f"rank {self._me}, lane {self.lane!r}: {op} over {self.nranks} ranks got {numel} elements of "
-                f"{element.name} and {part_numel} of {part_element.name}; one must be {self.nranks} times the other, "
-                "of one dtype"
-            )
-        return element, numel
+    def _gather(self, data: Bytes, own: Bytes, types: Carried) -> None:
+        nbytes = len(data) // self.nranks
+        mine = data[self.rank * nbytes : (self.rank + 1) * nbytes]
+        if nbytes and mine.ctypes.data != own.ctypes.data:
+            convert(types.wire.array(mine), types.wire, types.own.array(own), types.own)
+        self._ring.all_gather(data, even_chunks(len(data), self.nranks))
 
-    def _element(self, op: str, tensor: paddle.Tensor) -> tuple[ElementType, int]:
-        element = ELEMENT_TYPES.get(tensor.dtype)
+    def _rounded_gather(self, data: Bytes, own: Bytes, types: Carried) -> None:
+        """What travels is received into the memory of what it becomes."""
+        chunks = even_chunks(len(data) // types.result.item_bytes, self.nranks)
+        rounded = Rounded(data, chunks, types.result, wire=types.wire)
+        rounded.put(self.rank, types.own.array(own), types.own)
+        self._ring.all_gather_rounded(rounded)
+
+    def _check(self, op: str, whole: paddle.Tensor, part: paddle.Tensor | None = None) -> int:
+        """Elements of the whole."""
+        numel = self._numel(op, whole)
+        if part is not None and self._numel(op, part) * self.nranks != numel:
+            raise ConfigError(
+                f"{self._where()}: {op} over {self.nranks} ranks got {numel} elements of {whole.dtype} and "
+                f"{part.shape[0]} of {part.dtype}; one must be {self.nranks} times the other"
+            )
+        return numel
+
+    def _numel(self, op: str, tensor: paddle.Tensor) -> int:
         shape = tensor.shape
-        if element is None or len(shape) != 1 or not tensor.is_contiguous() or not tensor.place.is_cpu_place():
+        known = tensor.dtype in ELEMENT_TYPES
+        if not known or len(shape) != 1 or not tensor.is_contiguous() or not tensor.place.is_cpu_place():
             raise ConfigError(
-                f"rank {self._me}, lane {self.lane!r}: {op} takes contiguous, one-dimensional CPU tensors, "
-                f"not {tensor.dtype} of shape {list(shape)} on {tensor.place}"
+                f"{self._where()}: {op} takes contiguous, one-dimensional CPU tensors, not {tensor.dtype} of shape "
+                f"{list(shape)} on {tensor.place}"
             )
-        return element, shape[0]
+        return int(shape[0])
 
-    def _adder(self, op: str, element: ElementType) -> Adder:
-        if element.partial is None:
-            raise ConfigError(f"rank {self._me}, lane {self.lane!r}: {op} cannot add up {element.name}")
-        return Adder(element)
+    def _carried(self, op: str, own: paddle.Tensor, result: paddle.Tensor, wire_dtype: str | None) -> Carried:
+        return carried(op, own, result, wire_dtype=wire_dtype, where=self._where())
+
+    def _where(self) -> str:
+        return f"rank {self._me}, lane {self.lane!r}"

@@ -115,11 +115,13 @@ def distributed_optimizer(
 
 
 def distributed_scaler(scaler: Any) -> Any:
-    """Returns a ``paddle.amp.GradScaler`` that is switched off, as on CPU, unchanged.
+    """Returns ``scaler``, a ``paddle.amp.GradScaler``, which works on a sharded optimizer as it is.
+
+    It divides the reduced gradients where they lie, and all ranks skip the step in which any of them has found one that
+    is not finite.
 
     Raises:
-        ConfigError: before ``init``; or it is switched on, which is not supported yet: each rank sees a part of the
-            gradients only.
+        ConfigError: before ``init``, or for what is not made of Paddle's scaler.
     """
     return _SESSION.distributed_scaler(scaler)
 

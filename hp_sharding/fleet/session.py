@@ -7,8 +7,8 @@ import logging
 import os
 import warnings
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import paddle
 import paddle.distributed.fleet as paddle_fleet
@@ -20,14 +20,18 @@ from ..broadcast import check_state_exists
 from ..comm import Communicator, collision_free_groups
 from ..config import ShardingConfig
 from ..errors import ConfigError
+from ..optimizer import ShardedOptimizer
+from ..plain import PlainOptimizer
+from ..scaling import adopt_scaler
 from ..sharding import Grid, open_lanes, shard_over
-from .strategy import Degrees, resolve_degrees, sharding_config, with_degrees
-
-if TYPE_CHECKING:
-    from ..optimizer import ShardedOptimizer
-    from ..plain import PlainOptimizer
+from . import main_grad
+from .equal_inputs import share_inputs
+from .paddle_view import show_as_paddles
+from .strategy import Degrees, needs_equal_inputs, resolve_degrees, sharding_config, with_degrees
 
 _LOGGER = logging.getLogger("hp_sharding")
+paddle_init = paddle_fleet.init
+"""Paddle's own, whatever stands in its place later."""
 
 
 class _Settings(NamedTuple):
@@ -36,15 +40,20 @@ class _Settings(NamedTuple):
     config: ShardingConfig
     degrees: Degrees
     world: int
+    strategy: PaddleStrategy | None
 
 
 class Session:
     """The state behind the functions of ``hp_sharding.fleet``; a process has one, a test may make its own.
 
     Models and optimizers are held weakly: wrapping keeps nothing alive.
+
+    Attributes:
+        defaults: keys of ``hp_sharding_configs`` for strategies that do not set them.
     """
 
     def __init__(self) -> None:
+        self.defaults: dict[str, Any] = {}
         self._settings: _Settings | None = None
         self._models: list[weakref.ref[paddle.nn.Layer]] = []
         self._lanes: weakref.WeakKeyDictionary[paddle.nn.Layer, dict[str, Communicator]] = weakref.WeakKeyDictionary()
@@ -60,11 +69,11 @@ class Session:
         """See ``hp_sharding.fleet.init``."""
         _check_collective(role_maker, is_collective)
         world = paddle.distributed.get_world_size()
-        config = sharding_config(strategy)
+        config = sharding_config(strategy, self.defaults)
         degrees = resolve_degrees(strategy, world)
         _check_backend(world)
         _init_paddle(role_maker, with_degrees(strategy, degrees), degrees, log_level)
-        self._settings = _Settings(config, degrees, world)
+        self._settings = _Settings(config, degrees, world, strategy)
         if paddle.distributed.get_rank() == 0:
             _LOGGER.info("%s", _summary(self._settings))
         return paddle_fleet.fleet
@@ -74,7 +83,10 @@ class Session:
         settings = self._require_init("distributed_model")
         self._check_new_model(model)
         check_state_exists(model)
-        self._lanes[model] = open_lanes(model, _grid(settings), timeout_s=settings.config.timeout_s)
+        lanes = open_lanes(model, _grid(settings), timeout_s=settings.config.timeout_s)
+        if "tensor" in lanes and needs_equal_inputs(settings.strategy):
+            share_inputs(model, lanes["tensor"])
+        self._lanes[model] = lanes
         self._models.append(weakref.ref(model))
         return model
 
@@ -83,25 +95,32 @@ class Session:
     ) -> ShardedOptimizer | PlainOptimizer:
         """See ``hp_sharding.fleet.distributed_optimizer``."""
         settings = self._require_init("distributed_optimizer")
-        config = settings.config if strategy is None else _other_config(strategy, settings)
-        self._check_new_optimizer(optimizer)
-        model = self._model_of(optimizer, config)
-        sharded = shard_over(model, optimizer, config, lanes=self._lanes[model])
+        config = settings.config if strategy is None else _other_config(strategy, settings, self.defaults)
+        inner = main_grad.inner_optimizer(optimizer)
+        self._check_new_optimizer(optimizer, inner)
+        model = self._model_of(inner, config)
+        config = main_grad.settle(config, model, optimizer, strategy or settings.strategy)
+        sharded = shard_over(model, inner, config, lanes=self._lanes[model])
         if strategy is not None:
             # Paddle's scaler and layers read it there, as they do after Paddle's own distributed_optimizer.
             paddle_fleet.fleet._user_defined_strategy = with_degrees(strategy, settings.degrees)
-        self._optimizers += [weakref.ref(optimizer), weakref.ref(sharded)]
+        if isinstance(sharded, ShardedOptimizer):
+            groups, chosen = paddle_topology._HYBRID_PARALLEL_GROUP, paddle_fleet.fleet._user_defined_strategy
+            show_as_paddles(sharded, optimizer, hcg=groups, strategy=chosen)
+        elif optimizer is not inner:
+            sharded._inner = optimizer  # one process: Paddle's own main_grad is all there is
+        self._optimizers += [weakref.ref(optimizer), weakref.ref(inner), weakref.ref(sharded)]
         return sharded
 
     def distributed_scaler(self, scaler: Any) -> Any:
         """See ``hp_sharding.fleet.distributed_scaler``."""
         self._require_init("distributed_scaler")
-        if scaler.is_enable():
-            raise ConfigError(
-                "distributed_scaler: loss scaling of sharded gradients is not supported yet; use bfloat16 or float32, "
-                "which need none, or GradScaler(enable=False)"
-            )
-        return scaler
+        return adopt_scaler(scaler)
+
+    def owns(self, params: Iterable[paddle.Tensor]) -> bool:
+        """Whether some of the parameters belong to a model that has been wrapped."""
+        known = {id(param) for model in self._live_models() for param in model.parameters()}
+        return any(id(param) in known for param in params)
 
     def _require_init(self, call: str) -> _Settings:
         if self._settings is None:
@@ -134,11 +153,11 @@ class Session:
                     f"been wrapped before; wrap one layer that holds both"
                 )
 
-    def _check_new_optimizer(self, optimizer: Any) -> None:
+    def _check_new_optimizer(self, optimizer: Any, inner: Any) -> None:
         self._optimizers = [ref for ref in self._optimizers if ref() is not None]
-        if any(optimizer is ref() for ref in self._optimizers):
+        if any(ref() is known for ref in self._optimizers for known in (optimizer, inner)):
             raise ConfigError("fleet.distributed_optimizer: this optimizer has been wrapped before; call it once")
-        if not isinstance(optimizer, paddle.optimizer.Optimizer):
+        if not isinstance(inner, paddle.optimizer.Optimizer):
             raise ConfigError(
                 f"fleet.distributed_optimizer: expected a paddle.optimizer.Optimizer, got {type(optimizer).__name__}"
             )
@@ -199,7 +218,7 @@ def _init_paddle(role_maker: Any, strategy: PaddleStrategy, degrees: Degrees, lo
         # Paddle keeps the first groups whatever is asked for later, and its samplers would then split the data by them.
         paddle_topology._HYBRID_PARALLEL_GROUP = None
     with collision_free_groups(), _without_single_process_warnings():
-        paddle_fleet.init(role_maker=role_maker, is_collective=True, strategy=strategy, log_level=log_level)
+        paddle_init(role_maker=role_maker, is_collective=True, strategy=strategy, log_level=log_level)
 
 
 def _grid(settings: _Settings) -> Grid:
@@ -207,11 +226,16 @@ def _grid(settings: _Settings) -> Grid:
     if settings.world == 1:
         return Grid([0], [0])
     groups = paddle_topology._HYBRID_PARALLEL_GROUP
-    return Grid(list(groups.get_sharding_parallel_group().ranks), list(groups.get_data_parallel_group().ranks))
+    tensor = tuple(groups.get_model_parallel_group().ranks) if settings.degrees.mp > 1 else ()
+    return Grid(list(groups.get_sharding_parallel_group().ranks), list(groups.get_data_parallel_group().ranks), tensor)
 
 
 def _degrees_of(groups: Any) -> Degrees:
-    return Degrees(dp=groups.get_data_parallel_world_size(), sharding=groups.get_sharding_parallel_world_size())
+    return Degrees(
+        dp=groups.get_data_parallel_world_size(),
+        sharding=groups.get_sharding_parallel_world_size(),
+        mp=groups.get_model_parallel_world_size(),
+    )
 
 
 @contextlib.contextmanager
@@ -223,8 +247,8 @@ def _without_single_process_warnings() -> Iterator[None]:
         yield
 
 
-def _other_config(strategy: PaddleStrategy, settings: _Settings) -> ShardingConfig:
-    config = sharding_config(strategy)
+def _other_config(strategy: PaddleStrategy, settings: _Settings, defaults: Mapping[str, Any]) -> ShardingConfig:
+    config = sharding_config(strategy, defaults)
     degrees = resolve_degrees(strategy, settings.world)
     if degrees != settings.degrees:
         raise ConfigError(
@@ -246,4 +270,5 @@ def _parameters(optimizer: paddle.optimizer.Optimizer) -> Iterator[paddle.Tensor
 def _summary(settings: _Settings) -> str:
     config, degrees = settings.config, settings.degrees
     flags = ", ".join(f"{key}={getattr(config, key)}" for key in ("stage", "allgather_overlap", "reduce_overlap"))
-    return f"{degrees.dp} x sharding over {degrees.sharding} of {settings.world} ranks: {flags}"
+    split = f", layers split over {degrees.mp}" if degrees.mp > 1 else ""
+    return f"{degrees.dp} x sharding over {degrees.sharding} of {settings.world} ranks{split}: {flags}"

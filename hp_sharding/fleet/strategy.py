@@ -28,7 +28,15 @@ _REFUSED_SWITCHES = {
     "sharding": "it is for static graphs: use strategy.hp_sharding_configs and hybrid_configs['sharding_degree']",
 }
 
-_OTHER_AXES = ("mp", "pp", "sep", "cp", "ep", "moe_sharding", "cp_sharding")
+_REFUSED_AXES = {
+    "pp": "a pipeline runs forwards and backwards of several micro-batches in a schedule of its own, which moves the "
+    "gathers and reductions of sharding out of order",
+    "sep": "gradients would have to be summed up over the ranks that share a sequence too",
+    "cp": "gradients would have to be summed up over the ranks that share a context too",
+    "ep": "experts that live on some ranks only have groups of their own",
+    "moe_sharding": "experts that live on some ranks only have groups of their own",
+    "cp_sharding": "gradients would have to be summed up over the ranks that share a context too",
+}
 
 
 class DistributedStrategy(PaddleStrategy):
@@ -101,10 +109,15 @@ class DistributedStrategy(PaddleStrategy):
 
 
 class Degrees(NamedTuple):
-    """How the ranks are divided: ``dp`` replicas of ``sharding`` ranks each. Other axes are not supported yet."""
+    """How the ranks are divided: ``dp`` replicas of ``sharding`` shards each, every layer split over ``mp`` ranks."""
 
     dp: int
     sharding: int
+    mp: int = 1
+
+    def __str__(self) -> str:
+        axes = self._asdict() if self.mp > 1 else {"dp": self.dp, "sharding": self.sharding}
+        return ", ".join(f"{axis}_degree={degree}" for axis, degree in axes.items())
 
 
 class _Implied(NamedTuple):
@@ -116,7 +129,9 @@ class _Implied(NamedTuple):
     agreeing: tuple[Any, ...] = ()
 
 
-def sharding_config(strategy: PaddleStrategy | None) -> ShardingConfig:
+def sharding_config(
+    strategy: PaddleStrategy | None, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> ShardingConfig:
     """The configuration that ``strategy`` asks for: its ``hp_sharding_configs`` and Paddle's own fields together.
 
     Of ``hybrid_configs["sharding_configs"]`` only fields that were set count, never Paddle's defaults:
@@ -129,18 +144,20 @@ def sharding_config(strategy: PaddleStrategy | None) -> ShardingConfig:
 
     Args:
         strategy: ours or Paddle's; None for all defaults.
+        defaults: keys of ``hp_sharding_configs`` that hold where the strategy's own do not set them.
 
     Raises:
         ConfigError: two settings contradict each other (both are named), or one cannot be honoured.
     """
     if strategy is None:
-        return ShardingConfig()
+        return ShardingConfig.from_dict(defaults)
     if not isinstance(strategy, PaddleStrategy):
         raise ConfigError(f"strategy: expected a fleet.DistributedStrategy, got {type(strategy).__name__}")
     for switch, instead in _REFUSED_SWITCHES.items():
         if getattr(strategy, switch):
             raise ConfigError(f"strategy.{switch}=True is not supported; {instead}")
-    settings = dict(getattr(strategy, _FLAG, {}))
+    _check_tensor_parallel(strategy.strategy.hybrid_configs.mp_configs)
+    settings = {**defaults, **getattr(strategy, _FLAG, {})}
     # Read the message itself: a dict from the hybrid_configs property cannot tell a default from a setting.
     for implied in _implied_settings(strategy.strategy.hybrid_configs.sharding_configs):
         if settings.setdefault(implied.key, implied.value) not in (implied.value, *implied.agreeing):
@@ -154,31 +171,64 @@ def sharding_config(strategy: PaddleStrategy | None) -> ShardingConfig:
 def resolve_degrees(strategy: PaddleStrategy | None, world: int) -> Degrees:
     """The degrees for ``world`` ranks, with what the user left open filled in.
 
-    No degree set: one shard group over all ranks. ``dp_degree`` left open or -1 with ``sharding_degree`` set: as many
-    replicas as the ranks allow.
+    ``mp_degree`` ranks together hold a layer and see the same data; what follows is about the groups of such ranks.
+    Neither ``dp_degree`` nor ``sharding_degree`` set: one shard group over all. ``dp_degree`` left open or -1 with
+    ``sharding_degree`` set: as many replicas as the ranks allow.
 
     Raises:
-        ConfigError: the degrees do not multiply to ``world``, or ask for an axis that is not supported yet.
+        ConfigError: the degrees do not multiply to ``world``, or ask for an axis that cannot be combined with sharding.
     """
     given = _given_degrees(strategy)
-    for axis in _OTHER_AXES:
+    for axis, reason in _REFUSED_AXES.items():
         degree = given.pop(axis, 1)
         if degree not in (0, 1):  # Paddle reads 0 as 1 for these
-            raise ConfigError(f"{axis}_degree={degree}: only 1 is supported yet; {_advice(world)}")
+            raise ConfigError(
+                f"{axis}_degree={degree} is not supported beside sharding: {reason}. {_advice(world)}, with mp_degree "
+                f"if layers must be split, or train this model with paddle.distributed.fleet itself"
+            )
+    mp = given.pop("mp", 1) or 1
+    if mp < 0:
+        raise ConfigError(f"mp_degree={mp}: expected 1 or more; the job has {_count(world)}")
+    if world % mp:
+        raise ConfigError(f"mp_degree={mp} does not divide {_count(world)}; {_advice(world)}")
+    dp, sharding = _data_degrees(given, world // mp, Degrees(1, world // mp, mp))
+    return Degrees(dp, sharding, mp)
+
+
+def _data_degrees(given: dict[str, int], n_data: int, whole: Degrees) -> tuple[int, int]:
+    """``dp_degree`` and ``sharding_degree`` over ``n_data`` ranks that see different data. Raises ``ConfigError``."""
+    world = n_data * whole.mp
     if not given:
-        return Degrees(dp=1, sharding=world)
+        return 1, n_data
     sharding, dp = given.get("sharding", 1), given.get("dp", -1)
     if sharding < 1:
         raise ConfigError(f"sharding_degree={sharding}: expected 1 or more; the job has {_count(world)}")
-    if world % sharding:
-        raise ConfigError(f"sharding_degree={sharding} does not divide {_count(world)}; {_advice(world)}")
-    dp = world // sharding if dp < 0 else max(dp, 1)
-    if dp * sharding != world:
+    split = f" in groups of mp_degree={whole.mp}" if whole.mp > 1 else ""
+    if n_data % sharding:
+        raise ConfigError(f"sharding_degree={sharding} does not divide {_count(world)}{split}; {_advice(world, whole)}")
+    dp = n_data // sharding if dp < 0 else max(dp, 1)
+    if dp * sharding != n_data:
+        times = f" times mp_degree={whole.mp}" if whole.mp > 1 else ""
         raise ConfigError(
-            f"dp_degree={dp} times sharding_degree={sharding} is {dp * sharding}, but the job has {_count(world)}; "
-            f"{_advice(world)}"
+            f"dp_degree={dp} times sharding_degree={sharding}{times} is {dp * sharding * whole.mp}, but the job has "
+            f"{_count(world)}; {_advice(world, whole)}"
         )
-    return Degrees(dp=dp, sharding=sharding)
+    return dp, sharding
+
+
+def _check_tensor_parallel(message: Any) -> None:
+    """Refuses what was set, and not Paddle's defaults: ranks that compute alike need not tell each other anything."""
+    for switch in ("sync_param", "sync_grad", "sync_moment"):
+        if message.HasField(switch) and getattr(message, switch):
+            raise ConfigError(
+                f'hybrid_configs["mp_configs"].{switch}=True is not supported: what ranks that split layers hold in '
+                "common is not sent again in a step. Leave it out"
+            )
+
+
+def needs_equal_inputs(strategy: PaddleStrategy | None) -> bool:
+    """Whether ranks that split layers between them get their inputs from the first of them; by default they do."""
+    return strategy is None or bool(strategy.strategy.hybrid_configs.mp_configs.need_broadcast_data)
 
 
 def with_degrees(strategy: PaddleStrategy | None, degrees: Degrees) -> PaddleStrategy:
@@ -186,6 +236,7 @@ def with_degrees(strategy: PaddleStrategy | None, degrees: Degrees) -> PaddleStr
     resolved = DistributedStrategy() if strategy is None else copy.deepcopy(strategy)
     resolved.strategy.hybrid_configs.dp_degree = degrees.dp
     resolved.strategy.hybrid_configs.sharding_degree = degrees.sharding
+    resolved.strategy.hybrid_configs.mp_degree = degrees.mp
     return resolved
 
 
@@ -194,7 +245,7 @@ def _given_degrees(strategy: PaddleStrategy | None) -> dict[str, int]:
         return {}
     message = strategy.strategy.hybrid_configs
     known = message.DESCRIPTOR.fields_by_name
-    axes = [axis for axis in ("dp", "sharding", *_OTHER_AXES) if f"{axis}_degree" in known]
+    axes = [axis for axis in ("dp", "sharding", "mp", *_REFUSED_AXES) if f"{axis}_degree" in known]
     return {axis: getattr(message, f"{axis}_degree") for axis in axes if message.HasField(f"{axis}_degree")}
 
 
@@ -202,9 +253,9 @@ def _count(world: int) -> str:
     return f"{world} rank{'s' if world > 1 else ''}"
 
 
-def _advice(world: int) -> str:
+def _advice(world: int, degrees: Degrees | None = None) -> str:
     if world > 1:
-        return f"use dp_degree=1 and sharding_degree={world}"
+        return f"use {degrees or Degrees(dp=1, sharding=world)}".replace(", sharding", " and sharding", 1)
     return (
         "start it with python -m paddle.distributed.launch --nproc_per_node N, or leave the degrees out, which shards "
         "over as many ranks as there are"

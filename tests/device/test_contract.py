@@ -10,6 +10,7 @@ from tests.device import standin
 from tests.device.gates import DeviceGate
 from tests.device.running import on_device
 from tests.unit.test_comm_contract import CHECKS, Lanes
+from tests.unit.test_comm_wire import WIRE_CHECKS
 
 pytestmark = pytest.mark.usefixtures("standin_device")
 
@@ -21,7 +22,7 @@ def _run_checks(rank: int, nranks: int) -> tuple[str, int]:
     if nranks == 1:
         paddle.set_device("npu")
     lanes = Lanes(create_communicators(range(nranks), ["one", "two"], timeout_s=20), DeviceGate)
-    for check in CHECKS.values():
+    for check in (*WIRE_CHECKS.values(), *CHECKS.values()):
         check(lanes)
     for comm in lanes.values():
         comm.close()

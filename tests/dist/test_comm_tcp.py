@@ -10,26 +10,28 @@ import pytest
 from hp_sharding.comm import create_communicators
 from tests import harness
 from tests.unit.test_comm_contract import CHECKS, Lanes
+from tests.unit.test_comm_wire import WIRE_CHECKS
 
+ALL_CHECKS = {**WIRE_CHECKS, **CHECKS}
 ENDS_THE_LANES = "a_failure_of_what_it_follows_is_its_own"
 
 
 def _run_checks(rank: int, nranks: int, names: list[str]) -> None:
     lanes = Lanes(create_communicators(range(nranks), ["one", "two"], timeout_s=60))
     for name in names:
-        CHECKS[name](lanes)
+        ALL_CHECKS[name](lanes)
     for comm in lanes.values():
         comm.close()
 
 
 @pytest.mark.parametrize("nranks", [2, 3])
-@pytest.mark.parametrize("name", list(CHECKS))
+@pytest.mark.parametrize("name", list(ALL_CHECKS))
 def test_contract(name: str, nranks: int) -> None:
     harness.run(_run_checks, nranks, [name])
 
 
 def test_contract_four_ranks() -> None:
-    harness.run(_run_checks, 4, [name for name in CHECKS if name != ENDS_THE_LANES])
+    harness.run(_run_checks, 4, [name for name in ALL_CHECKS if name != ENDS_THE_LANES])
 
 
 def _small_tensors(rank: int, nranks: int) -> list[float]:

@@ -42,7 +42,9 @@ class _Seat(LocalCommunicator):
         self.ranks, self.rank = RANKS, rank
         self._table = table
 
-    def all_gather(self, output: Any, input: Any, *, label: str = "", after: Any = None) -> Gate:
+    def all_gather(
+        self, output: Any, input: Any, *, label: str = "", after: Any = None, wire_dtype: str | None = None
+    ) -> Gate:
         output.copy_(paddle.to_tensor(self._table.swap(self.rank, input.numpy())), False)
         done = Gate()
         done.open()

@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 
 from hp_sharding.comm import ring
 from hp_sharding.comm.links import TcpLinks, Ways
-from hp_sharding.comm.memory import ELEMENT_TYPES, Bytes
-from hp_sharding.comm.ring import Ring, Span, even_chunks
+from hp_sharding.comm.memory import ELEMENT_TYPES, Bytes, Span
+from hp_sharding.comm.ring import Ring, even_chunks
 from hp_sharding.comm.sums import Adder
+from hp_sharding.comm.wire import plain
 
 Array = npt.NDArray[Any]
-FLOAT32 = Adder(ELEMENT_TYPES[paddle.float32])
+FLOAT32 = Adder(plain(ELEMENT_TYPES[paddle.float32]))
 
 
 class Edge:
@@ -168,7 +169,7 @@ def test_small_collectives_use_no_threads_and_do_not_block(nranks: int) -> None:
 @pytest.mark.parametrize("small", [True, False])
 def test_sixteen_bit_sums_are_rounded_once(dtype: str, small: bool) -> None:
     nranks = 5
-    adder = Adder(ELEMENT_TYPES[getattr(paddle, dtype)])
+    adder = Adder(plain(ELEMENT_TYPES[getattr(paddle, dtype)]))
     # One big term and small ones that each vanish beside it in 16 bits, but not together.
     values = [256.0 if rank == 2 else 0.0625 if dtype == "float16" else 0.5 for rank in range(nranks)]
     exact = paddle.full([40], sum(values)).cast(dtype).view("int16").numpy()

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from hp_sharding.comm.memory import ELEMENT_TYPES, bytes_of
 from hp_sharding.comm.sums import Adder
+from hp_sharding.comm.wire import plain
 
 Array = npt.NDArray[Any]
-BFLOAT16 = Adder(ELEMENT_TYPES[paddle.bfloat16])
-FLOAT16 = Adder(ELEMENT_TYPES[paddle.float16])
+BFLOAT16 = Adder(plain(ELEMENT_TYPES[paddle.bfloat16]))
+FLOAT16 = Adder(plain(ELEMENT_TYPES[paddle.float16]))
 
 
 def _stored(adder: Adder, values: Array) -> Array:
@@ -65,7 +66,7 @@ def test_sum_of_two_is_rounded_once(numbers: list[float]) -> None:
     for adder, dtype in ((BFLOAT16, "bfloat16"), (FLOAT16, "float16")):
         first, second = _stored(adder, values), _stored(adder, values[::-1].copy())
         partial = np.zeros(len(values), np.float32)
-        adder.add_stored(partial, first, second)
+        adder.add_first(partial, first, second)
         out = np.zeros_like(first)
         adder.store(out, partial, accumulate=False)
         wide = [paddle.to_tensor(each.view(np.int16)).view(dtype).cast("float32") for each in (first, second)]
@@ -77,7 +78,7 @@ def test_accumulation_adds_to_what_is_there() -> None:
     BFLOAT16.store(out, np.full(10, 1.5, np.float32), accumulate=True)
     # 257.5 lies between 256 and 258 in bfloat16.
     np.testing.assert_array_equal(out, _stored(BFLOAT16, np.full(10, 258.0)))
-    whole = Adder(ELEMENT_TYPES[paddle.int64])
+    whole = Adder(plain(ELEMENT_TYPES[paddle.int64]))
     numbers = np.arange(5)
     whole.store(numbers, np.ones(5, np.int64), accumulate=True)
     np.testing.assert_array_equal(numbers, [1, 2, 3, 4, 5])

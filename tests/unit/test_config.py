@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import numpy as np
+import paddle
 import pytest
 
 import hp_sharding
@@ -41,6 +42,9 @@ def test_defaults() -> None:
         "gather_dtype": None,
         "reduce_dtype": None,
         "main_grad": False,
+        "cast_forward_inputs": True,
+        "broadcast_buffers": True,
+        "check_nan_inf": "off",
         "gradient_scale": "mean",
         "timeout_s": 300,
         "timeline": False,
@@ -88,6 +92,7 @@ def test_accepts_and_keeps_as_python_values(key: str, given: Any, kept: Any) -> 
 
 _NOT_A_NUMBER = [True, np.bool_(True), "1", None, [1], 1j]
 _NOT_A_BOOL = [1, 0, "True", None, 1.0, np.int64(1)]
+_NOT_A_DTYPE = ["bf16", "float64", "int32", "", 16, True, float, np.float32, ["bfloat16"]]
 _BAD_SIZES = [*_NOT_A_NUMBER, 0, -1, float("nan"), float("inf"), np.float32("nan")]
 _BAD = {
     "stage": [*_NOT_A_NUMBER, 0, 4, -1, 2.0, np.float64(2)],
@@ -96,6 +101,12 @@ _BAD = {
     "comm_fusion": _NOT_A_BOOL,
     "timeline": _NOT_A_BOOL,
     "main_grad": _NOT_A_BOOL,
+    "cast_forward_inputs": _NOT_A_BOOL,
+    "broadcast_buffers": _NOT_A_BOOL,
+    "param_dtype": _NOT_A_DTYPE,
+    "gather_dtype": _NOT_A_DTYPE,
+    "reduce_dtype": _NOT_A_DTYPE,
+    "check_nan_inf": [True, None, "on", "Raise", 1],
     "reshard_after_step": [1, "no", 0.0],
     "reshard_after_forward": [1, "no", None, [_LayerLike], {1: True}, {"head": 1}, {_LayerLike: None}],
     "comm_buffer_size_MB": _BAD_SIZES,
@@ -116,19 +127,17 @@ def test_refuses_wrong_types_and_ranges(key: str, value: Any) -> None:
     assert isinstance(error.value, (ValueError, HpShardingError))
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "instead"),
-    [
-        ("param_dtype", "bfloat16", "None"),
-        ("gather_dtype", "float16", "None"),
-        ("reduce_dtype", "float32", "None"),
-        ("main_grad", True, "False"),
-    ],
-)
-def test_refuses_what_is_not_built_and_says_what_to_use(key: str, value: Any, instead: str) -> None:
-    with pytest.raises(ConfigError, match="not supported yet") as error:
-        ShardingConfig.from_dict({key: value})
-    assert instead in str(error.value)
+@pytest.mark.parametrize("key", ["param_dtype", "gather_dtype", "reduce_dtype"])
+@pytest.mark.parametrize("value", ["bfloat16", paddle.bfloat16, "paddle.bfloat16"])
+def test_dtypes_by_name_or_as_paddle_has_them(key: str, value: Any) -> None:
+    assert getattr(ShardingConfig.from_dict({key: value}), key) == "bfloat16"
+
+
+@pytest.mark.parametrize("gather", ["float16", "float32"])
+def test_16_bits_travel_as_they_are(gather: str) -> None:
+    with pytest.raises(ConfigError, match="leave gather_dtype out"):
+        ShardingConfig(param_dtype="bfloat16", gather_dtype=gather)
+    assert ShardingConfig(param_dtype=gather, gather_dtype=gather).gather_dtype == gather
 
 
 @pytest.mark.parametrize(

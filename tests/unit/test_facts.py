@@ -28,7 +28,7 @@ def test_publish_gives_rank_0s_orders() -> None:
 
 @pytest.mark.parametrize("nranks", [1, 3])
 def test_facts_survive_the_agreement(nranks: int) -> None:
-    facts = Facts(True, False, [False, True, False], [True, False, False, True])
+    facts = Facts(True, False, [False, True, False], [True, False, False, True], [False, True])
     agreement = Agreement(facts, [WaitingLane("gather", nranks=nranks), WaitingLane("agree")], label="x")
     agreement.work.wait()
     assert agreement.result() == facts

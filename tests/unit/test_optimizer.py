@@ -329,7 +329,7 @@ def test_what_is_not_ours_is_the_inner_optimizers() -> None:
     rig = _shard("SGD")
     assert rig.optimizer.get_lr() == pytest.approx(0.1)
     rig.optimizer.set_lr(0.5)
-    assert rig.optimizer._inner_opt.get_lr() == pytest.approx(0.5)
+    assert rig.optimizer._inner.get_lr() == pytest.approx(0.5)
     with pytest.raises(AttributeError):
         _ = rig.optimizer.no_such_thing
     assert copy.copy(rig.optimizer)._inner_opt is rig.optimizer._inner_opt
@@ -446,4 +446,4 @@ def test_one_process_has_the_same_methods(plain_pair: tuple[nn.Layer, PlainOptim
     params_bytes = 4 * sum(param.size for param in model.parameters())
     assert report["parameters_bytes"] == report["gradients_bytes"] == params_bytes
     assert 2 * params_bytes <= report["moments_bytes"] <= 2 * params_bytes + 100
-    assert set(optimizer.state_dict()) == set(optimizer._inner_opt.state_dict())
+    assert set(optimizer.state_dict()) == set(optimizer._inner.state_dict())

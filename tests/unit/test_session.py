@@ -29,13 +29,6 @@ class _Sharded:
         self.model, self.optimizer, self.config, self.lanes = model, optimizer, config, lanes
 
 
-class _Switch:
-    """A GradScaler as far as the face looks at it; on CPU Paddle's own is always off."""
-
-    def __init__(self, on: bool) -> None:
-        self.is_enable = lambda: on
-
-
 @pytest.fixture
 def inits(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Degrees and backend of every start of Paddle's environment, none of which happens."""
@@ -101,7 +94,7 @@ class TestInit:
             )
 
         monkeypatch.setattr(session_module, "collision_free_groups", apart)
-        monkeypatch.setattr(paddle_fleet, "init", paddle_init)
+        monkeypatch.setattr(session_module, "paddle_init", paddle_init)
         Session().init(strategy=_strategy())
         assert events == ["enter", "init True 1", "leave"]
 
@@ -285,7 +278,7 @@ class TestDistributedOptimizer:
     def test_refuses_other_degrees_than_those_of_init(self, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
         model = session.distributed_model(paddle.nn.Linear(2, 2))
         monkeypatch.setattr(session_module, "resolve_degrees", lambda strategy, world: Degrees(1, 2))
-        with pytest.raises(ConfigError, match=r"asks for Degrees\(dp=1, sharding=2\), but fleet.init made"):
+        with pytest.raises(ConfigError, match=r"asks for dp_degree=1, sharding_degree=2, but fleet\.init made"):
             session.distributed_optimizer(_sgd(model), strategy=_strategy())
 
     def test_takes_a_strategy_of_its_own(self, session: Session) -> None:
@@ -298,11 +291,12 @@ class TestDistributedOptimizer:
         assert other.config.stage == 1, "it holds for that optimizer only"
 
 
-def test_distributed_scaler_accepts_only_one_that_is_off(session: Session) -> None:
-    off = _Switch(False)
-    assert session.distributed_scaler(off) is off
-    with pytest.raises(ConfigError, match="not supported yet"):
-        session.distributed_scaler(_Switch(True))
+@pytest.mark.filterwarnings("ignore:.*GradScaler")
+def test_distributed_scaler_returns_the_same_one(session: Session) -> None:
+    scaler = paddle.amp.GradScaler(enable=False)
+    assert session.distributed_scaler(scaler) is scaler
+    with pytest.raises(ConfigError, match=r"expected a paddle\.amp\.GradScaler, got int"):
+        session.distributed_scaler(1)
 
 
 class TestEverythingElseIsPaddles:

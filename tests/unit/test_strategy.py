@@ -248,6 +248,23 @@ class TestShardingConfig:
         with pytest.raises(ConfigError, match=f"strategy.{switch}=True is not supported"):
             sharding_config(strategy)
 
+    @pytest.mark.parametrize("switch", ["sync_param", "sync_grad", "sync_moment"])
+    def test_refuses_to_send_again_what_split_layers_have_in_common(self, switch: str) -> None:
+        strategy = DistributedStrategy()
+        assert sharding_config(strategy) == ShardingConfig(), "Paddle's own default does not count"
+        setattr(strategy.hybrid_configs["mp_configs"], switch, True)
+        with pytest.raises(ConfigError, match=f"{switch}=True is not supported"):
+            sharding_config(strategy)
+
+    def test_defaults_hold_where_the_strategy_sets_nothing(self) -> None:
+        strategy = _strategy({"stage": 1}, paddle_fields={"comm_overlap": True})
+        assert sharding_config(strategy, {"stage": 3, "timeline": True}) == ShardingConfig(
+            stage=1, reduce_overlap=True, timeline=True
+        )
+        assert sharding_config(None, {"stage": 3}) == ShardingConfig(stage=3)
+        with pytest.raises(ConfigError, match="contradicts"):
+            sharding_config(strategy, {"reduce_overlap": False})
+
     def test_refuses_what_is_no_strategy(self) -> None:
         with pytest.raises(ConfigError, match="got dict"):
             sharding_config({"stage": 1})
@@ -271,6 +288,12 @@ class TestDegrees:
             ({"sharding_degree": 2}, 8, Degrees(4, 2)),
             ({"dp_degree": -1}, 2, Degrees(2, 1)),
             ({"dp_degree": 4, "sharding_degree": 1}, 4, Degrees(4, 1)),
+            ({"mp_degree": 2}, 4, Degrees(1, 2, 2)),
+            ({"mp_degree": 2}, 2, Degrees(1, 1, 2)),
+            ({"mp_degree": 0, "sharding_degree": 2}, 4, Degrees(2, 2)),
+            ({"mp_degree": 2, "sharding_degree": 2}, 4, Degrees(1, 2, 2)),
+            ({"mp_degree": 2, "sharding_degree": 2}, 8, Degrees(2, 2, 2)),
+            ({"mp_degree": 4, "dp_degree": 2, "sharding_degree": 1}, 8, Degrees(2, 1, 4)),
         ],
     )
     def test_resolves(self, degrees: dict[str, int], world: int, expected: Degrees) -> None:
@@ -289,13 +312,15 @@ class TestDegrees:
             ({"sharding_degree": -1}, 2, "sharding_degree=-1: expected 1 or more"),
             ({"dp_degree": 1}, 2, "dp_degree=1 times sharding_degree=1 is 1, but the job has 2 ranks"),
             ({"dp_degree": 2, "sharding_degree": 4}, 4, "is 8, but the job has 4 ranks"),
-            ({"mp_degree": 2}, 2, "mp_degree=2: only 1 is supported yet"),
-            ({"pp_degree": 2, "sharding_degree": 2}, 4, "pp_degree=2"),
+            ({"mp_degree": 3}, 4, "mp_degree=3 does not divide 4 ranks"),
+            ({"mp_degree": 2, "sharding_degree": 4}, 4, "does not divide 4 ranks in groups of mp_degree=2"),
+            ({"mp_degree": 2, "sharding_degree": 2, "dp_degree": 2}, 4, "times mp_degree=2 is 8, but the job has 4"),
+            ({"pp_degree": 2, "sharding_degree": 2}, 4, "pp_degree=2 is not supported beside sharding: a pipeline"),
             ({"sep_degree": 2}, 2, "sep_degree=2"),
             ({"cp_degree": 2}, 2, "cp_degree=2"),
             ({"ep_degree": 2}, 2, "ep_degree=2"),
             ({"moe_sharding_degree": 2}, 2, "moe_sharding_degree=2"),
-            ({"mp_degree": -1}, 2, "mp_degree=-1"),
+            ({"mp_degree": -1}, 2, "mp_degree=-1: expected 1 or more"),
         ],
     )
     def test_refuses(self, degrees: dict[str, int], world: int, message: str) -> None:
@@ -311,7 +336,8 @@ class TestDegrees:
 
     def test_a_copy_for_paddle_holds_the_resolved_degrees(self) -> None:
         strategy = _strategy({"stage": 1})
-        resolved = with_degrees(strategy, Degrees(1, 4))
+        resolved = with_degrees(strategy, Degrees(1, 4, 2))
+        assert resolved.hybrid_configs["mp_degree"] == 2
         assert resolved.hybrid_configs["dp_degree"] == 1
         assert resolved.hybrid_configs["sharding_degree"] == 4
         assert resolve_degrees(strategy, 2) == Degrees(1, 2), "the user's own strategy is as it was"

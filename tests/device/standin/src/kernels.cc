@@ -1,11 +1,13 @@
 #include "kernels.h"
 
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "counts.h"
 #include "entries.h"
+#include "halves.h"
 #include "paddle/phi/backends/custom/custom_context.h"
 #include "paddle/phi/common/place.h"
 #include "paddle/phi/core/kernel_factory.h"
@@ -15,27 +17,25 @@
 namespace standin {
 namespace {
 
-// The function of a kernel that eager mode calls. Paddle lets nobody read or set it, but an explicit instantiation may
-// name what is private, and hand it on.
+// The two functions of a kernel, that which eager mode calls, and that which Paddle's older operators call. Paddle lets
+// nobody read or set them, but an explicit instantiation may name what is private, and hand it on.
 using Function = void* phi::Kernel::*;
+using Compute = phi::KernelFn phi::Kernel::*;
 
 Function function_of_kernel();
+Compute compute_of_kernel();
 
-template <Function function>
+template <Function function, Compute compute>
 struct Named {
   friend Function function_of_kernel() { return function; }
+  friend Compute compute_of_kernel() { return compute; }
 };
 
-template struct Named<&phi::Kernel::variadic_fn_>;
+template struct Named<&phi::Kernel::variadic_fn_, &phi::Kernel::fn_>;
 
-// The kernel with every argument expected on the device, and entered after what its stream was told before.
-phi::Kernel moved(const std::string& name, const phi::Kernel& kernel, phi::Backend backend, Entries& entries) {
+// The kernel with every argument expected on the device.
+phi::Kernel moved(const phi::Kernel& kernel, phi::Backend backend) {
   phi::Kernel result = kernel;
-  void*& function = result.*function_of_kernel();
-  if (function != nullptr) {
-    may_queue(name, function);
-    function = entries.into(function);
-  }
   for (auto& input : result.mutable_args_def()->input_defs()) {
     if (input.backend == phi::Backend::CPU) input.SetBackend(backend);
   }
@@ -43,6 +43,37 @@ phi::Kernel moved(const std::string& name, const phi::Kernel& kernel, phi::Backe
     if (output.backend == phi::Backend::CPU) output.SetBackend(backend);
   }
   return result;
+}
+
+// Has whatever eager mode calls come after what its stream was told before.
+void enter(const std::string& name, phi::Kernel* kernel, Entries& entries) {
+  void*& function = kernel->*function_of_kernel();
+  if (function == nullptr) return;
+  may_queue(name, function);
+  function = entries.into(function);
+}
+
+using Kernels = std::vector<std::pair<phi::KernelKey, phi::Kernel>>;
+
+// Adds what the device has of a kernel that Paddle has for the CPU: the same to `own`, and to `halves` those for 16-bit
+// floats that can be made of it.
+void add_kernels(const std::string& name, const phi::KernelKey& key, const phi::Kernel& kernel, Entries& entries,
+                 Kernels* own, Kernels* halves) {
+  void* const function = kernel.*function_of_kernel();
+  const auto add = [&](Kernels* to, phi::DataType type, const std::optional<Adapted>& adapted) {
+    phi::Kernel made = kernel;
+    if (adapted) {
+      made.*function_of_kernel() = adapted->function;
+      made.*compute_of_kernel() = adapted->compute;
+    }
+    enter(name, &made, entries);
+    to->emplace_back(phi::KernelKey(key.backend(), key.layout(), type), made);
+  };
+  add(own, key.dtype(), mended(name, key.dtype(), function));
+  if (key.dtype() != phi::DataType::FLOAT32) return;
+  const auto adapted = through_floats(name, function);
+  if (!adapted) return;
+  for (const auto type : {phi::DataType::FLOAT16, phi::DataType::BFLOAT16}) add(halves, type, adapted);
 }
 
 size_t count(const phi::KernelNameMap& all) {
@@ -55,15 +86,18 @@ size_t count(const phi::KernelNameMap& all) {
 
 void register_cpu_kernels(const char* device_type) {
   const phi::Backend backend = phi::TransToPhiBackend(phi::CustomPlace(device_type, 0));
-  Entries entries(count(phi::KernelFactory::Instance().kernels()));
+  Entries entries(count(phi::KernelFactory::Instance().kernels()) + 2 * count_of_halves());
   for (auto& [name, kernels] : phi::KernelFactory::Instance().kernels()) {
     if (name.rfind("memcpy", 0) == 0) continue;  // Paddle has these for every device, and they know both sides
-    std::vector<std::pair<phi::KernelKey, phi::Kernel>> found;
+    Kernels own, halves;
     for (const auto& [key, kernel] : kernels) {
       if (key.backend() != phi::Backend::CPU) continue;
-      found.emplace_back(phi::KernelKey(backend, key.layout(), key.dtype()), moved(name, kernel, backend, entries));
+      const phi::KernelKey here(backend, key.layout(), key.dtype());
+      add_kernels(name, here, moved(kernel, backend), entries, &own, &halves);
     }
-    for (auto& [key, kernel] : found) kernels[key] = std::move(kernel);
+    for (auto* found : {&own, &halves}) {  // in this order: ours take the place of the few that Paddle has
+      for (auto& [key, kernel] : *found) kernels[key] = std::move(kernel);
+    }
   }
   entries.close();
 }

@@ -1,0 +1,91 @@
+"""Mixed precision: which dtype each thing of a bucket has, and how the layers' inputs come to theirs.
+
+The names are those of ``ShardingConfig``; the scheme, 16-bit parameters and gradients beside a float32 copy that the
+optimizer updates, is that of Micikevicius et al., "Mixed Precision Training" (2018).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+from paddle.base.framework import EagerParamBase
+
+from .comm import cast_into
+from .config import SHORT_DTYPES, ShardingConfig
+from .errors import ConfigError
+from .layout import Dtypes
+
+
+def dtype_name(tensor: paddle.Tensor) -> str:
+    """Name of a tensor's dtype, such as ``"float32"``."""
+    return str(tensor.dtype).split(".")[-1]
+
+
+def has_masters(optimizer: paddle.optimizer.Optimizer, config: ShardingConfig) -> bool:
+    """Whether 16-bit parameters have float32 shards: mixed precision was asked for, here or of the optimizer."""
+    asked = (config.param_dtype, config.reduce_dtype, config.main_grad, getattr(optimizer, "_multi_precision", False))
+    return any(asked)
+
+
+def bucket_dtypes(param: EagerParamBase, name: str, config: ShardingConfig, *, masters: bool) -> Dtypes:
+    """The dtypes of the bucket that ``param`` belongs in.
+
+    Raises:
+        ConfigError: a setting that this parameter's dtype cannot honour; names the parameter.
+    """
+    own = dtype_name(param)
+    if own == "float64":
+        _check_unmixed(name, config)
+        return Dtypes.of_one(own)
+    compute = config.param_dtype or own
+    # A frozen one needs no master: what its layers see is all there is to keep.
+    shard = "float32" if own == "float32" or (masters and not param.stop_gradient) or compute != own else own
+    gather = config.gather_dtype or compute
+    if compute in SHORT_DTYPES and gather != compute:
+        raise _cannot("gather_dtype", gather, name, compute, "what is gathered has 16 bits already; leave it out")
+    gradient = "float32" if config.main_grad or "float32" in (compute, config.reduce_dtype) else compute
+    reduce = config.reduce_dtype or gradient
+    if gradient in SHORT_DTYPES and reduce != gradient:
+        raise _cannot("reduce_dtype", reduce, name, gradient, f"use {gradient!r} or 'float32'")
+    return Dtypes(compute, shard, gather, gradient, reduce, "float32" if masters else shard)
+
+
+def _check_unmixed(name: str, config: ShardingConfig) -> None:
+    for key in ("param_dtype", "gather_dtype", "reduce_dtype"):
+        if getattr(config, key) is not None:
+            raise _cannot(key, getattr(config, key), name, "float64", "cast the model to float32 before it is wrapped")
+
+
+def _cannot(key: str, value: str, name: str, dtype: str, advice: str) -> ConfigError:
+    return ConfigError(f"{key}={value!r}: parameter '{name}' is of {dtype}; {advice}")
+
+
+def keep_changes(shard: paddle.Tensor, value: paddle.Tensor, gather_dtype: str) -> None:
+    """Gives a shard what was written to the parameters that come of it, and leaves the rest as exact as it is.
+
+    Args:
+        shard: flat, updated in place.
+        value: as many elements, as the layers see them: the shard rounded to ``gather_dtype`` where nobody has written.
+    """
+    travelled = paddle.empty(shard.shape, gather_dtype)
+    cast_into(travelled, shard)
+    seen, now = travelled.astype("float32"), value.astype("float32")
+    shard.copy_(paddle.where(seen == now, shard.astype("float32"), now).astype(shard.dtype), False)
+
+
+def cast_inputs(values: Any, dtype: str) -> Any:
+    """``values`` with each floating-point tensor in it, also in lists, tuples and dicts, cast to ``dtype``.
+
+    Containers in which nothing changes are returned as they are.
+    """
+    if isinstance(values, paddle.Tensor):
+        return values.astype(dtype) if values.is_floating_point() and dtype_name(values) != dtype else values
+    if type(values) is dict:
+        cast = {key: cast_inputs(value, dtype) for key, value in values.items()}
+        return cast if any(cast[key] is not values[key] for key in cast) else values
+    if type(values) in (list, tuple):
+        items = [cast_inputs(value, dtype) for value in values]
+        changed = any(item is not value for item, value in zip(items, values, strict=True))
+        return type(values)(items) if changed else values
+    return values
