@@ -44,11 +44,13 @@ class Contender:
         title: for people.
         build: makes the trainee; all ranks call it together. Takes the sizes, and more flags for ours.
         trains_alone: its ranks do not talk, so that their losses are their own.
+        loss_tolerance: by how much its losses may differ from those of the others, relative.
     """
 
     title: str
     build: Callable[[Shape, Flags], Trainee]
     trains_alone: bool = False
+    loss_tolerance: float = 1e-5
 
 
 SHARD_RANKS = 2
@@ -118,22 +120,39 @@ def _sharding_v1(shape: Shape, _: Flags) -> Trainee:
     return Trainee(model, fleet.distributed_optimizer(build_optimizer(model)))
 
 
+_SHORT_TOLERANCE = 0.01
+"""bfloat16 keeps eight bits: each rounding is off by up to 0.4 %."""
 _OVERLAP: Flags = {"allgather_overlap": True, "reduce_overlap": True}
 
 CONTENDERS = {
     "compute": Contender("compute alone", _compute_alone, trains_alone=True),
     "stage2": Contender("hp_sharding stage 2, no overlap", _ours(stage=2)),
     "stage2_overlap": Contender("hp_sharding stage 2, overlap", _ours(stage=2, **_OVERLAP)),
+    "gather_bf16": Contender(
+        "hp_sharding stage 2, 16-bit gathers",
+        _ours(stage=2, gather_dtype="bfloat16", **_OVERLAP),
+        loss_tolerance=_SHORT_TOLERANCE,
+    ),
+    "both_bf16": Contender(
+        "hp_sharding stage 2, 16-bit both",
+        _ours(stage=2, gather_dtype="bfloat16", reduce_dtype="bfloat16", **_OVERLAP),
+        loss_tolerance=_SHORT_TOLERANCE,
+    ),
     "per_parameter": Contender("the same, per parameter", _ours(stage=2, comm_fusion=False, **_OVERLAP)),
     "stage1_overlap": Contender("hp_sharding stage 1, overlap", _ours(stage=1, **_OVERLAP)),
     "stage3": Contender("hp_sharding stage 3, no overlap", _ours(stage=3)),
     "stage3_overlap": Contender("hp_sharding stage 3, overlap", _ours(stage=3, **_OVERLAP)),
+    "stage3_bf16": Contender(
+        "hp_sharding stage 3, 16-bit gathers",
+        _ours(stage=3, gather_dtype="bfloat16", **_OVERLAP),
+        loss_tolerance=_SHORT_TOLERANCE,
+    ),
     "data_parallel": Contender("Paddle DataParallel", _data_parallel),
     "sharding_v1": Contender("Paddle sharding V1", _sharding_v1),
 }
 """By their names on the command line, in the order in which they take turns."""
 
-STANDARD = tuple(name for name in CONTENDERS if name != "per_parameter")
+STANDARD = tuple(name for name in CONTENDERS if name not in ("per_parameter", "both_bf16", "stage3_bf16"))
 """Those that take part unless others are asked for."""
 
 STANDARD_OF_REPLICAS = ("compute", "stage2", "stage2_overlap", "stage3_overlap", "sharding_v1")

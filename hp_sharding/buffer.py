@@ -103,7 +103,6 @@ class FusedCommBuffer:
         self._versions: list[int] = []
         dtypes = layout.dtypes
         self._wire = None if dtypes.gather == dtypes.param else dtypes.gather
-        self._wire_argument = {} if self._wire is None else {"wire_dtype": self._wire}
         self._shares = place.keeps_full and dtypes.shard_is_slice
         self.shard = self._adopt()
         self.slices = self._make_slices()
@@ -138,7 +137,7 @@ class FusedCommBuffer:
             # A function that is called with a parameter (paddle.sum(p)) passes every guard; let it fail, not read this.
             for param in self.params:
                 _release(param)
-        self._work = self.place.gather.all_gather(self._full, self.shard, label=self.name, **self._wire_argument)
+        self._work = self.place.gather.all_gather(self._full, self.shard, label=self.name, wire_dtype=self._wire)
         self.status = Status.SYNCING
         return self._work
 

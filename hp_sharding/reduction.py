@@ -395,13 +395,12 @@ class Reducer:
             self._arena.forget(bucket)
         target = self._arena.expect_sum(bucket)
         dtypes = buffer.layout.dtypes
-        wire = {} if dtypes.reduce == dtypes.gradient else {"wire_dtype": dtypes.reduce}
         work = self.lanes.reduce.reduce_scatter(
             target.slice,
             storage.full,
             label=f"{buffer.name}, backward {self._round}",
             accumulate=target.accumulate,
-            **wire,
+            wire_dtype=None if dtypes.reduce == dtypes.gradient else dtypes.reduce,
         )
         self._works[bucket] = self._timeline.watch(work)
         if self._replicator is not None and self.replicate:
@@ -465,7 +464,7 @@ def _make_replicator(
 
 def _gradient_of(param: EagerParamBase) -> paddle.Tensor:
     """``param.grad``, unseen by the guard; or ``main_grad``, where a hook of Paddle's has moved it there."""
-    gradient = param._grad_ivar()
+    gradient = EagerParamBase._grad_ivar(param)
     return param.main_grad if gradient is None else gradient
 
 

@@ -67,8 +67,8 @@ class Replicator:
         names = [self._layouts[bucket].name for bucket in run.buckets]
         label = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         dtypes = self._layouts[run.buckets[0]].dtypes
-        wire = {} if dtypes.reduce == dtypes.sum else {"wire_dtype": dtypes.reduce}
-        work = self._lane.all_reduce(run.tensor, label=label, after=self._last, **wire)
+        wire_dtype = None if dtypes.reduce == dtypes.sum else dtypes.reduce
+        work = self._lane.all_reduce(run.tensor, label=label, after=self._last, wire_dtype=wire_dtype)
         self._timeline.watch(work)
         self._works.update(dict.fromkeys(run.buckets, work))
         self._run, self._run_bytes, self._last = [], 0, None

@@ -123,7 +123,7 @@ def _params_within(value: object, *, depth: int) -> Iterator[EagerParamBase]:
 
 
 def is_statistic(layer: nn.Layer, name: str) -> bool:
-    """Whether what the layer holds as a parameter of this name is written by its forward, and so is state, not weight."""
+    """Whether what the layer holds as a parameter of this name is written by its forward: state and no weight."""
     return any(isinstance(layer, kind) and name in names for kind, names in _STATISTICS)
 
 

@@ -28,8 +28,8 @@ from tests.training import digest
 pytestmark = pytest.mark.usefixtures("standin_device")
 
 STEPS = 20
-_PACE = standin.Pace(latency_ms=1.0, jitter_ms=1.0)
-_STAGES = {name: SETTINGS[name] for name in ("stage 1", "stage 2", "stage 3")}
+_PACE = standin.Pace(latency_ms=0.5, jitter_ms=0.5)
+_STAGES = {name: {**SETTINGS[name], "comm_buffer_size_MB": 0.01} for name in ("stage 1", "stage 2", "stage 3")}
 _LIMIT_S = 150.0
 
 
@@ -75,6 +75,7 @@ MODES = {
         ("O2", "bfloat16", "Momentum"),
     ]
 }
+_SHARDED = [how for how in MODES if "AdamW" in how]
 _CLOSE = {"float16": 0.01, "bfloat16": 0.04}
 """Of losses, relative: some times the distance of two neighbours."""
 
@@ -174,7 +175,7 @@ def test_one_process_trains_in_16_bits_as_in_float32(
 def test_a_scaler_s_scale_shrinks_and_grows_and_steps_are_skipped(
     curves: dict[tuple[str, str], _Curve], name: str
 ) -> None:
-    found, exact = curves[name, "scaled"], curves[name, "Momentum"]
+    found = curves[name, "scaled"]
     assert found.scales[0] == 2.0**30
     shrinks = [step for step in range(STEPS - 1) if found.scales[step + 1] < found.scales[step]]
     grows = [step for step in range(STEPS - 1) if found.scales[step + 1] > found.scales[step]]
@@ -206,7 +207,7 @@ def _trained(new: Factory, name: str, mode: Mode) -> _Run:
     side = new(lambda: make_model(name), mode.make_optimizer)
     losses = []
     for step in range(STEPS):
-        losses.append(side.backward(lambda rank, step=step: mode.loss(side.model, make_batch(name, step, rank))))
+        losses.append(side.backward(lambda rank, step=step: mode.loss(side.model, make_batch(name, step % 4, rank))))
         side.step()
         side.clear_grad()
     with full_parameters(side.model):
@@ -224,10 +225,10 @@ def _masters(side: Any) -> Values:
 def _on_ranks(rank: int, nranks: int, name: str) -> dict[str, dict[str, _Run]]:
     """For each mode the plain run, and the sharded ones by their settings."""
     found: dict[str, dict[str, Any]] = {}
-    for how, mode in MODES.items():
+    for how in _SHARDED:
         with unique_name.guard():
-            plain = _trained(lambda model, optimizer: Plain(model, optimizer, nranks), name, mode)
-        sharded = {stage: play(rank, nranks, _trained, _STAGES[stage], name, mode)[0] for stage in _STAGES}
+            plain = _trained(lambda model, optimizer: Plain(model, optimizer, nranks), name, MODES[how])
+        sharded = {stage: play(rank, nranks, _trained, _STAGES[stage], name, MODES[how])[0] for stage in _STAGES}
         found[how] = {"plain": plain, **sharded}
     return found
 
@@ -239,7 +240,7 @@ def runs(standin_device: None) -> list[dict[str, dict[str, _Run]]]:
 
 
 @pytest.mark.parametrize("stage", _STAGES)
-@pytest.mark.parametrize("how", [how for how in MODES if "O1" in how])
+@pytest.mark.parametrize("how", [how for how in _SHARDED if "O1" in how])
 def test_auto_cast_over_float32_parameters_gives_what_one_process_gives(
     runs: list[dict[str, dict[str, _Run]]], how: str, stage: str
 ) -> None:
@@ -251,7 +252,7 @@ def test_auto_cast_over_float32_parameters_gives_what_one_process_gives(
 
 
 @pytest.mark.parametrize("stage", _STAGES)
-@pytest.mark.parametrize("how", [how for how in MODES if "O2" in how])
+@pytest.mark.parametrize("how", [how for how in _SHARDED if "O2" in how])
 def test_a_decorated_model_trains_as_in_one_process(
     runs: list[dict[str, dict[str, _Run]]], how: str, stage: str
 ) -> None:

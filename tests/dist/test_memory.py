@@ -57,6 +57,14 @@ class HostMeter:
         core.host_memory_stat_reset_peak_value("Allocated", 0)
 
 
+class _Cast(nn.Linear):
+    """Computes in float32, for which CPUs have kernels, with parameters of any dtype."""
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        weight, bias = self.weight.astype("float32"), self.bias.astype("float32")
+        return nn.functional.linear(x.astype("float32"), weight, bias)
+
+
 def _measure(rank: int, nranks: int, n_replicas: int, backwards: int, settings: dict[str, Any]) -> Measured:
     return measure(HostMeter(), nranks, n_replicas, backwards=backwards, settings=settings)
 
@@ -65,9 +73,11 @@ def measure(meter: Meter, nranks: int, n_replicas: int, *, backwards: int, setti
     """Three steps of ``backwards`` backwards each, on this rank."""
     lanes = real_lanes(nranks, n_replicas)
     before = meter.live_bytes()
-    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+    layer = _Cast if settings.get("param_dtype") else nn.Linear
+    model = nn.Sequential(*[layer(WIDTH, WIDTH) for _ in range(LAYERS)])
     inner = paddle.optimizer.AdamW(parameters=model.parameters())
-    config = ShardingConfig(allgather_overlap=True, reduce_overlap=True, comm_buffer_size_MB=BUCKET_MB, **settings)
+    bucket_mb = BUCKET_MB / 2 if settings.get("param_dtype") else BUCKET_MB
+    config = ShardingConfig(allgather_overlap=True, reduce_overlap=True, comm_buffer_size_MB=bucket_mb, **settings)
     baseline = meter.live_bytes() - int(PARAMETERS_MB * MB)
     optimizer = build(model, inner, config, lanes=lanes)
     optimizer._baseline_bytes = baseline
@@ -130,3 +140,23 @@ def test_parameters_that_are_freed_after_a_step_are_given_back() -> None:
     for found in harness.run(_measure, 2, 1, 1, {"stage": 2, "reshard_after_step": True}):
         for point in ("step", "clear_grad"):
             assert found.points[point] == pytest.approx(4 * PARAMETERS_MB / 2, rel=TOLERANCE), f"{point}: {found}"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "mixed",
+    [{"gather_dtype": "bfloat16"}, {"param_dtype": "bfloat16"}, {"param_dtype": "bfloat16", "main_grad": True}],
+    ids=str,
+)
+def test_mixed_precision_costs_what_the_formula_says(mixed: dict[str, Any], stage: int) -> None:
+    """A master and its gradient are float32 whatever travels; parameters and full gradients are what layers see."""
+    shard = PARAMETERS_MB / 2
+    param = 0.5 if "param_dtype" in mixed else 1.0
+    gradient = param if "main_grad" not in mixed else 1.0
+    gathered = param * (PARAMETERS_MB if stage < 3 else 2 * BUCKET_MB)
+    gradients = gradient * (PARAMETERS_MB if stage == 1 else 2 * BUCKET_MB)
+    expected = gathered + gradients + 4 * shard
+    for found in harness.run(_measure, 2, 1, 1, {"stage": stage, **mixed}):
+        assert found.points["clear_grad"] == pytest.approx(expected, rel=TOLERANCE), found
+        assert found.formula_mb == pytest.approx(expected, rel=TOLERANCE), found
+        assert found.points["full_parameters"] <= found.points["clear_grad"] * (1 + TOLERANCE), "it keeps nothing"

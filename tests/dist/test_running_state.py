@@ -19,6 +19,9 @@ STEPS = 3
 class _Net(nn.Layer):
     """Statistics, and buffers that are written in place, replaced, written by one rank alone, or never."""
 
+    count: paddle.Tensor
+    seen: paddle.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.LayerList([nn.Linear(6, 6), nn.BatchNorm1D(6), nn.SyncBatchNorm(6), nn.Linear(6, 3)])

@@ -28,7 +28,7 @@ SPLIT_AXES = {"embedding.weight": 0, "column.weight": 1, "column.bias": 0, "row.
 """Of each parameter that is split, the axis; all others are whole on every rank."""
 
 
-class _ToSplit(PyLayer):  # type: ignore[misc]
+class _ToSplit(PyLayer):
     """What goes into a split layer: the same on all of its ranks, whose gradients add up."""
 
     @staticmethod
@@ -41,7 +41,7 @@ class _ToSplit(PyLayer):  # type: ignore[misc]
         return _summed(gradient, ctx.group)
 
 
-class _FromSplit(PyLayer):  # type: ignore[misc]
+class _FromSplit(PyLayer):
     """What comes out of a split layer: parts of a sum."""
 
     @staticmethod
@@ -53,7 +53,7 @@ class _FromSplit(PyLayer):  # type: ignore[misc]
         return gradient
 
 
-class _Joined(PyLayer):  # type: ignore[misc]
+class _Joined(PyLayer):
     """Columns that lie on several ranks, side by side."""
 
     @staticmethod
@@ -158,7 +158,7 @@ def _norm_of_first_step(n_data: int) -> float:
 
 
 def _split_model(rank: int) -> tuple[nn.Layer, int]:
-    """This rank's part of the model, and which data it sees. What is whole differs between ranks until it is wrapped."""
+    """This rank's part of the model, and which data it sees. What is whole differs by rank until it is wrapped."""
     groups = fleet.get_hybrid_communicate_group()
     mp, whole = groups.get_model_parallel_group(), _whole()
     model = _Net(mp)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +22,6 @@ BOTH: dict[str, Any] = {"allgather_overlap": True, "reduce_overlap": True}
 SETTINGS: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1, **BOTH, "comm_fusion": False},
     "stage 2": {"stage": 2, **BOTH},
-    "no overlap": {"stage": 2},
     "reshard": {"stage": 2, **BOTH, "reshard_after_step": True, "comm_fusion": False},
     "stage 3": {"stage": 3, **BOTH},
     "stage 3, kept": {"stage": 3, **BOTH, "reshard_after_forward": False},
@@ -64,7 +62,6 @@ WRITES: dict[str, _Write] = {
     "Tensor.set_value": lambda net, w: paddle.Tensor.set_value(w, VALUE),
     "copy_": lambda net, w: w.copy_(_tensor(), False),
     "add_": lambda net, w: w.add_(_tensor()),
-    "+=": lambda net, w: operator.iadd(w, _tensor()),
     "item": lambda net, w: w.__setitem__((1, 2), 0.75),
     "mask": lambda net, w: w.__setitem__(_tensor() > 0, 0.75),
     "assign": lambda net, w: paddle.assign(_tensor(), w),
@@ -93,6 +90,13 @@ def _initialize(layer: nn.Layer) -> None:
         nn.initializer.Constant(0.2)(param)
 
 
+KINDS = (
+    "set_value", "add_", "item", "set_state_dict",  # seen by the guards
+    "assign", "data[:] =", "a view",  # counted by Paddle alone
+    "data.copy_", "an array over its memory", "Constant",  # without a trace
+    "data =", "XavierUniform",  # other memory
+)  # fmt: skip
+"""One or more of each kind."""
 MOMENTS = (
     "before the first step", "after step", "in full_parameters", "before the layer", "after the layer",
     "in an evaluation", "after an evaluation", "after forward", "after backward", "before clear_grad",
@@ -177,7 +181,7 @@ def _plain(write: str, moment: str) -> dict[str, Any] | Exception:
 
 NO_STORAGE = ("holder_ should not be null", "memory_size()", "no memory")
 """What Paddle says where a parameter that is away goes straight into one of its functions."""
-ORDINARY = {"set_value", "copy_", "add_", "+=", "item", "set_state_dict"}
+ORDINARY = {"set_value", "copy_", "add_", "item", "set_state_dict"}
 """Where the value can be had, at once or after a wait, these are kept and not refused."""
 
 
@@ -185,7 +189,7 @@ ORDINARY = {"set_value", "copy_", "add_", "+=", "item", "set_state_dict"}
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_no_write_is_lost(moment: str, settings: str) -> None:
     refused = set()
-    for write in WRITES:
+    for write in WRITES if moment in ("after step", "in full_parameters") else KINDS:
         expected, found = _plain(write, moment), _outcome(write, moment, SETTINGS[settings])
         if isinstance(expected, Exception):
             assert moment in SHARED_WITH_AUTOGRAD, f"{write}: plain Paddle cannot do that"
@@ -196,7 +200,7 @@ def test_no_write_is_lost(moment: str, settings: str) -> None:
         else:
             for name, value in expected.items():
                 np.testing.assert_array_equal(found[name], value, err_msg=f"{write}: {name}", strict=True)
-    if moment == "in full_parameters" or settings in ("stage 1", "stage 2", "no overlap"):
+    if moment == "in full_parameters" or settings in ("stage 1", "stage 2"):
         assert not refused & ORDINARY
 
 
@@ -230,7 +234,10 @@ def test_another_shape_in_place_is_refused_and_leaves_no_trace(settings: str) ->
     rig = wrap(model, paddle.optimizer.SGD(0.1, parameters=model.parameters()), **SETTINGS[settings])
     for name, change in RESHAPES.items():
         with full_parameters(model):
-            with pytest.raises(LayoutError, match=rf"{name}\(\) would change its shape or dtype \[3, 3\]"):
+            with (
+                paddle.no_grad(),
+                pytest.raises(LayoutError, match=rf"{name}\(\) would change its shape or dtype \[3, 3\]"),
+            ):
                 change(model.first.weight)
             assert model.first.weight.shape == [3, 3]
             assert model.first.weight.strides == [3, 1]
