@@ -175,16 +175,12 @@ class GradientArena:
     def take_values(self, index: int) -> None:
         """What the bucket's slice holds is edited now: values, no longer sums of what ranks have sent.
 
-        They are averages already, and what a later reduction brings is added to them. A bucket without a sum holds
-        zeros.
+        They are averages already, and what a later reduction brings is added to them. Of a bucket without a sum they
+        are the zeros of ``zero_unsummed``.
         """
         assert self._partial[index] is None, index
-        if not self._holds[index]:
-            self.slice(index).zero_()
-            self._dirty[index] = True
-        else:
-            self.average([index])
-        self._holds[index] = self._averaged[index] = self._edited[index] = True
+        self.average([index])
+        self._holds[index] = self._averaged[index] = self._edited[index] = self._dirty[index] = True
 
     def take_all_values(self) -> None:
         """The same for all buckets that hold a sum."""

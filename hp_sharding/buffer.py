@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import paddle
 from paddle.base import core
 from paddle.base.framework import EagerParamBase
@@ -14,10 +15,11 @@ from .comm import add_into, cast_into
 from .config import SHORT_DTYPES
 from .errors import LayoutError, StateError
 from .precision import dtype_name, keep_changes
+from .views import dense, point_at, release, slice_of, slot_views
 
 if TYPE_CHECKING:
     from .comm import Communicator, Work
-    from .layout import BucketLayout, Slot
+    from .layout import BucketLayout
     from .pool import StoragePool
 
 
@@ -44,12 +46,14 @@ class ShardSlice(NamedTuple):
         tensor: one-dimensional parameter that shares the shard's storage; it has the name, learning-rate factor,
             regularizer and clipping flag of the whole parameter.
         start_numel: where it begins in the shard, in elements.
+        param_start_numel: where it begins in the parameter.
         numel: elements.
     """
 
     param: int
     tensor: EagerParamBase
     start_numel: int
+    param_start_numel: int
     numel: int
 
 
@@ -70,9 +74,6 @@ class BufferPlace(NamedTuple):
     pool: StoragePool
     keeps_full: bool
     status: Status = Status.READY
-
-
-_dense = paddle.Tensor.get_tensor
 
 
 class FusedCommBuffer:
@@ -136,7 +137,7 @@ class FusedCommBuffer:
         else:
             # A function that is called with a parameter (paddle.sum(p)) passes every guard; let it fail, not read this.
             for param in self.params:
-                _release(param)
+                release(param)
         self._work = self.place.gather.all_gather(self._full, self.shard, label=self.name, wire_dtype=self._wire)
         self.status = Status.SYNCING
         return self._work
@@ -203,6 +204,28 @@ class FusedCommBuffer:
         else:
             keep_changes(self.shard, own, self.layout.dtypes.gather)
 
+    def takes_as_master(self, index: int, value: Any) -> bool:
+        """Whether ``value`` is a tensor or array like parameter ``index``, but of the dtype of its master."""
+        dtypes = self.layout.dtypes
+        if dtypes.shard == dtypes.param or not isinstance(value, (paddle.Tensor, np.ndarray)):
+            return False
+        return str(value.dtype).split(".")[-1] == dtypes.shard and list(value.shape) == self._shapes[index]
+
+    @paddle.no_grad()
+    def write_master(self, index: int, value: paddle.Tensor) -> None:
+        """Gives parameter ``index``, which is READY, and its master a value of the master's dtype. Same on every rank.
+
+        Raises:
+            StateError: the bucket is not READY.
+        """
+        self._require(Status.READY, "write_master")
+        assert self._full is not None
+        value = value.detach().flatten()
+        self._fill_slot(self._full, index, value)
+        for piece in self.slices:
+            if piece.param == index:
+                cast_into(piece.tensor, value._slice(piece.param_start_numel, piece.param_start_numel + piece.numel))
+
     def thaw(self) -> None:
         """Its parameters train from now on: a 16-bit shard becomes a float32 master where precision is mixed.
 
@@ -256,7 +279,7 @@ class FusedCommBuffer:
         assert self._full is not None
         here = self._full._slice(slot.offset_numel, slot.end_numel)
         here.copy_(EagerParamBase.detach(param).flatten(), False)
-        _point_at([self._slot_views[index]], [param])
+        point_at([self._slot_views[index]], [param])
 
     def _absent_vectors(self) -> dict[int, paddle.Tensor]:
         """What stands for each vector while it is freed: too little storage for its shape, which every kernel refuses.
@@ -275,9 +298,9 @@ class FusedCommBuffer:
     def _release_params(self) -> None:
         for index, param in enumerate(self.params):
             if index in self._absent:
-                _point_at([_dense(self._absent[index])], [param])
+                point_at([dense(self._absent[index])], [param])
             else:
-                _release(param)
+                release(param)
         self._versions = [param.inplace_version for param in self.params]
 
     def _was_written(self, index: int, param: EagerParamBase) -> bool:
@@ -313,18 +336,20 @@ class FusedCommBuffer:
         full = paddle.zeros([numel], dtype) if self.place.keeps_full else self.place.pool.alloc(numel, dtype)
         if not self.place.keeps_full:
             full.zero_()
-        for param, slot in zip(self.params, self.layout.slots, strict=True):
-            here = full._slice(slot.offset_numel, slot.end_numel)
-            value = EagerParamBase.detach(param).flatten()
-            if self._wire is not None:
-                # As it will be after a gather, so that the first forward is no other than those to come.
-                travelled = paddle.empty([slot.numel], self._wire)
-                cast_into(travelled, value)
-                value = travelled
-            cast_into(here, value)
+        for index, param in enumerate(self.params):
+            self._fill_slot(full, index, EagerParamBase.detach(param).flatten())
         self._set_full(full)
         self._bind_params()
         return full
+
+    def _fill_slot(self, full: paddle.Tensor, index: int, value: paddle.Tensor) -> None:
+        """As a gather will, so that what is computed before the first one is no other than after it."""
+        slot = self.layout.slots[index]
+        if self._wire is not None:
+            travelled = paddle.empty([slot.numel], self._wire)
+            cast_into(travelled, value)
+            value = travelled
+        cast_into(full._slice(slot.offset_numel, slot.end_numel), value)
 
     def _adopt_shard(self) -> paddle.Tensor:
         shard = paddle.zeros([self.layout.shard_numel], self.layout.dtypes.shard)
@@ -340,17 +365,17 @@ class FusedCommBuffer:
             if dtype_name(param) != self.layout.dtype:
                 typed = paddle.empty([0], self.layout.dtype).get_tensor()
                 typed._set_dims(shape)
-                _point_at([typed], [param])
+                point_at([typed], [param])
 
     def _set_full(self, full: paddle.Tensor) -> None:
         self._full = full
-        self._slot_views = _slot_views(full, self.layout.slots, self._shapes)
+        self._slot_views = slot_views(full, self.layout.slots, self._shapes)
         base, itemsize = full.data_ptr(), self.layout.itemsize
         self._addresses = [base + slot.offset_numel * itemsize for slot in self.layout.slots]
 
     def _bind_params(self) -> None:
         # The *same* parameter object gets the new memory: autograd, the layer and the user hold that object.
-        _point_at(self._slot_views, self.params)
+        point_at(self._slot_views, self.params)
         if not self.place.keeps_full:
             self._versions = [param.inplace_version for param in self.params]
 
@@ -363,7 +388,8 @@ class FusedCommBuffer:
         for piece in self.layout.pieces(self.place.rank):
             start = piece.shard_offset_numel
             view = self.shard._slice(start, start + piece.numel)
-            slices.append(ShardSlice(piece.slot, _slice_of(self.params[piece.slot], view), start, piece.numel))
+            part = slice_of(self.params[piece.slot], view)
+            slices.append(ShardSlice(piece.slot, part, start, piece.param_offset_numel, piece.numel))
         return slices
 
     def _require(self, status: Status, call: str) -> None:
@@ -372,45 +398,6 @@ class FusedCommBuffer:
                 f"bucket '{self.name}': {call} needs the state {status.name}, but it is {self.status.name}. This is "
                 "a wrong order of calls on a FusedCommBuffer; let the optimizer drive it"
             )
-
-
-def _slot_views(flat: paddle.Tensor, slots: Sequence[Slot], shapes: Sequence[list[int]]) -> list[core.DenseTensor]:
-    """Views of the slots of ``flat``, each of its shape. They keep its memory alive.
-
-    They are the dense tensors below the Python objects, at a fifth of the cost of making new objects.
-    """
-    whole = flat.get_tensor()
-    views = []
-    for slot, shape in zip(slots, shapes, strict=True):
-        view = whole._slice(slot.offset_numel, slot.end_numel)
-        view._set_dims(shape)
-        views.append(view)
-    return views
-
-
-def _point_at(views: Sequence[core.DenseTensor], tensors: Sequence[paddle.Tensor]) -> None:
-    """Makes each tensor the same view. The tensor object stays; no guard sees it."""
-    for view, tensor in zip(views, tensors, strict=True):
-        _dense(tensor)._share_data_nocheck_with(view)
-
-
-def _release(tensor: paddle.Tensor) -> None:
-    """Lets go of the storage and keeps the shape, seen by no guard."""
-    _dense(tensor)._clear()
-
-
-_COPIED_ATTRIBUTES = ("optimize_attr", "regularizer", "need_clip", "is_distributed", "do_model_average", "no_sync")
-
-
-def _slice_of(param: EagerParamBase, view: paddle.Tensor) -> EagerParamBase:
-    """A parameter over ``view`` that an optimizer treats as it would treat ``param``."""
-    part = EagerParamBase(shape=view.shape, dtype=view.dtype, name=param.name)
-    view._share_buffer_to(part)
-    part.stop_gradient = param.stop_gradient
-    for name in _COPIED_ATTRIBUTES:
-        if hasattr(param, name):
-            setattr(part, name, getattr(param, name))
-    return part
 
 
 class GradientStorage:
@@ -442,7 +429,7 @@ class GradientStorage:
         assert self.full is None
         self.full = self._pool.alloc(self._layout.numel, self._dtype)
         self._pool.zero(self.full, self._gaps)
-        _point_at(_slot_views(self.full, self._layout.slots, self._shapes), self._views)
+        point_at(slot_views(self.full, self._layout.slots, self._shapes), self._views)
 
     def put(self, index: int, gradient: paddle.Tensor) -> None:
         """Copies parameter ``index``'s gradient in, or adds it to what is there. ``gradient`` is only read."""
@@ -459,7 +446,7 @@ class GradientStorage:
         """A new tensor object over parameter ``index``'s gradient, of its shape."""
         assert self.full is not None
         view = paddle.empty([0], self.full.dtype)
-        _point_at(_slot_views(self.full, [self._layout.slots[index]], [self._shapes[index]]), [view])
+        point_at(slot_views(self.full, [self._layout.slots[index]], [self._shapes[index]]), [view])
         return view
 
     def holds(self, index: int, tensor: paddle.Tensor) -> bool:
@@ -480,5 +467,5 @@ class GradientStorage:
         """Lets go of the storage and of all gradients; a collective that reads it keeps it alive until it is done."""
         self.full = None
         for view in self._views:
-            _release(view)
+            release(view)
         self.reset()

@@ -48,9 +48,7 @@ class Agreement:
         agreed = (self._counts.numpy() > 0).tolist()
         used_from = 2 + len(self._facts.repeats)
         written_from = used_from + len(self._facts.used)
-        return Facts(
-            agreed[0], agreed[1], agreed[2:used_from], agreed[used_from:written_from], agreed[written_from:]
-        )
+        return Facts(agreed[0], agreed[1], agreed[2:used_from], agreed[used_from:written_from], agreed[written_from:])
 
 
 def publish(orders: Sequence[Sequence[int]], lanes: Sequence[Communicator]) -> list[list[int]]:

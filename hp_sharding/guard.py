@@ -32,6 +32,9 @@ class ValueKeeper(Protocol):
     def note_write(self, param: EagerParamBase) -> None:
         """Told after a write to the value."""
 
+    def write_master(self, param: EagerParamBase, value: Any) -> bool:
+        """Writes a value that is wider than the parameter, if a master takes it. Returns whether it does."""
+
     def look_up(self, param: EagerParamBase) -> None:
         """Told that a layer looked the parameter up; makes it valid inside a forward."""
 
@@ -89,6 +92,12 @@ class GuardedParameter(EagerParamBase):
                 "or beside it; average parameters inside 'with hp_sharding.full_parameters(model):'"
             )
         return EagerParamBase._grad_ivar(self)
+
+    def set_value(self, value: Any) -> None:
+        """Writes the value; a float32 one for a 16-bit parameter reaches its float32 master with all its bits."""
+        keeper = _keeper_of(self)
+        if keeper is None or not keeper.write_master(self, value):
+            _set_value(self, value)
 
     @property
     def place(self) -> Any:
@@ -209,8 +218,13 @@ def _guarded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
+_set_value = _guarded("set_value", EagerParamBase.set_value)
+
+
 def _fill_in() -> None:
     for name in dir(EagerParamBase):
+        if name in vars(GuardedParameter):
+            continue
         method = getattr(EagerParamBase, name, None)
         public = (not name.startswith("_") and name not in _METADATA) or name in _PRIVATE_VALUES
         operator = name.startswith("__") and name.strip("_") in _VALUE_OPERATORS

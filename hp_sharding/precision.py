@@ -6,9 +6,12 @@ optimizer updates, is that of Micikevicius et al., "Mixed Precision Training" (2
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import paddle
+from paddle import nn
+from paddle.amp.auto_cast import amp_global_state
 from paddle.base.framework import EagerParamBase
 
 from .comm import cast_into
@@ -26,6 +29,18 @@ def has_masters(optimizer: paddle.optimizer.Optimizer, config: ShardingConfig) -
     """Whether 16-bit parameters have float32 shards: mixed precision was asked for, here or of the optimizer."""
     asked = (config.param_dtype, config.reduce_dtype, config.main_grad, getattr(optimizer, "_multi_precision", False))
     return any(asked)
+
+
+def with_master_grad(model: nn.Layer, config: ShardingConfig) -> ShardingConfig:
+    """``main_grad`` for a model that ``paddle.amp.decorate(master_grad=True)`` was asked for.
+
+    At the end of each backward Paddle then puts float32 copies in the place of gradients; where there are none, as with
+    ``main_grad``, it has nothing to do.
+    """
+    amp = amp_global_state()
+    wanted = {id(param) for param in amp.model_parameters} if amp.use_master_grad else set()
+    asked = any(id(param) in wanted for param in model.parameters())
+    return dataclasses.replace(config, main_grad=True) if asked and not config.main_grad else config
 
 
 def bucket_dtypes(param: EagerParamBase, name: str, config: ShardingConfig, *, masters: bool) -> Dtypes:

@@ -275,6 +275,15 @@ class Schedule:
             if self.buffers[place.bucket].status is Status.READY:
                 self.buffers[place.bucket].store_full()
 
+    def write_master(self, param: EagerParamBase, value: Any) -> bool:
+        """Part of ``guard.ValueKeeper``."""
+        place = self._places.get(id(param))
+        if place is None or not self.buffers[place.bucket].takes_as_master(place.slot, value):
+            return False
+        self.make_readable(param)
+        self.buffers[place.bucket].write_master(place.slot, paddle.to_tensor(value))
+        return True
+
     def note_late(self, name: str, param: EagerParamBase) -> None:
         """A frozen parameter came after the model was wrapped. ``step()`` sees to it that it stays frozen."""
         self._late.append((name, param))

@@ -29,7 +29,7 @@ from .layout import ITEM_BYTES, BucketLayout, BucketRules, Dtypes, ParamSpec, pl
 from .optimizer import ShardedOptimizer
 from .plain import PlainOptimizer
 from .pool import DTYPES, DevicePool, StoragePool
-from .precision import bucket_dtypes, dtype_name, has_masters
+from .precision import bucket_dtypes, dtype_name, has_masters, with_master_grad
 from .reduction import ReduceLanes, Reducer, ReduceRules
 from .running import RunningState
 from .schedule import Schedule, keep_schedule, schedule_of
@@ -241,6 +241,7 @@ def build(
             ``CONTROL`` where the host needs its own; one more compares what the ranks launch on these.
         pool: where freed storage goes; None for a pool of its own.
     """
+    config = with_master_grad(model, config)
     plan = find_units(model, config.units)
     kept = _kept_units(plan, config)
     held = {id(param) for param in optimizer_params(optimizer)}

@@ -202,6 +202,11 @@ class ShardingV2(DygraphShardingOptimizerV2):
         self._sharded._set_all_gather_overlap_forward(all_gather_overlap_forward, layers)
 
 
+def _behind(name: str) -> property:
+    """An attribute of ``_inner_opt`` that scripts read on the optimizer itself, where Paddle's passes them on."""
+    return property(lambda optimizer: getattr(optimizer._inner_opt, name), doc=f"``_inner_opt.{name}``.")
+
+
 class FleetOptimizer(ShardedOptimizer, HybridParallelOptimizer):
     """The sharded optimizer as ``fleet.distributed_optimizer`` returns it: also what scripts take Paddle's for.
 
@@ -229,6 +234,14 @@ class FleetOptimizer(ShardedOptimizer, HybridParallelOptimizer):
             self._face = weakref.ref(face)
         return face
 
+    _comm_buffer_list = _behind("_comm_buffer_list")
+    _slice_params = _behind("_slice_params")
+    _master_weights = _behind("_master_weights")
+    _create_master_weight = _behind("_create_master_weight")
+    filter_parameters = _behind("filter_parameters")
+    reduce_gradients = _behind("reduce_gradients")
+    sharded_state_dict = _behind("sharded_state_dict")
+
     def _step(self, parameters_list: Any) -> None:
         """``step()``, for trainers that call this after ``_inner_opt.reduce_gradients``."""
         self.step()
@@ -237,11 +250,10 @@ class FleetOptimizer(ShardedOptimizer, HybridParallelOptimizer):
         self._complete_reductions()
 
     def _complete_reductions(self) -> None:
-        """All that ``step()`` does before it updates; it then finds nothing left to do. Every rank calls it."""
-        self._reducer.reduce_leftovers()
-        if self._reducer.settle():
+        """Returns with all gradients reduced and divided; ``step()`` then finds nothing left to do. Collective."""
+        if self._gradients.settle():
             self._publish_orders()
-        self._finish_reductions()
+        self._gradients.finish()
 
 
 def show_as_paddles(sharded: ShardedOptimizer, given: Any, *, hcg: Any, strategy: Any) -> FleetOptimizer:

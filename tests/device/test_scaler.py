@@ -7,6 +7,7 @@ underscore and that takes a rank runs in a process that has the device.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,9 +22,9 @@ from paddle.utils import unique_name
 from hp_sharding import fleet, full_parameters
 from tests.device import standin
 from tests.device.running import on_device
-from tests.device.test_amp import MODES, make_scaler
+from tests.device.test_amp import SCALED, make_scaler
 from tests.lanes import wrap
-from tests.models import make_batch, make_model, make_optimizer
+from tests.models import make_model, make_optimizer
 from tests.reference import Ranks, Values, assert_close, assert_equal, values
 from tests.sides import Sharded
 from tests.training import digest
@@ -195,7 +196,7 @@ def _plain(nranks: int, way: Way) -> Run:
     run = Run([], SCALES, [], [])
     for step in range(STEPS):
         for micro in range(way.n_micro):
-            ranks.backward(lambda rank, at=way.n_micro * step + micro: _loss(model, at, rank))
+            ranks.backward(functools.partial(_loss, model, way.n_micro * step + micro))
         run.norms.append(sum(float(param.grad.square().sum()) for param in model.parameters()) ** 0.5)
         if way.clips == "by hand":
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
@@ -254,10 +255,9 @@ class Overflow(NamedTuple):
 
 
 def _overflows(rank: int, nranks: int, n_replicas: int, settings: dict[str, Any]) -> Overflow:
-    mode = MODES["O2, float16, AdamW"]
     side = Sharded(
-        lambda: make_model("gpt"),
-        mode.make_optimizer,
+        lambda: make_model(SCALED.model),
+        SCALED.make_optimizer,
         rank=rank,
         nranks=nranks,
         settings={**settings, "comm_buffer_size_MB": 0.01, "n_replicas": n_replicas},
@@ -267,7 +267,7 @@ def _overflows(rank: int, nranks: int, n_replicas: int, settings: dict[str, Any]
     before = state = _bits(side)
     for step in range(STEPS + 3):
         run.scales.append(float(scaler._scale))
-        loss = mode.loss(side.model, make_batch("gpt", step % 2, rank))
+        loss = SCALED.loss(side.model, SCALED.batch(step % 2, rank))
         run.losses.append(float(loss))
         scaler.scale(loss).backward()
         _steps(scaler, side.optimizer, loss)

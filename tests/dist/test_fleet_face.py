@@ -158,6 +158,7 @@ def _look_behind(rank: int, nranks: int, settings: dict[str, Any]) -> dict[str, 
     model, optimizer, inner = _wrapped(rank, nranks, **settings)
     behind = _unwrapped(optimizer, DygraphShardingOptimizerV2)
     assert isinstance(optimizer, HybridParallelOptimizer)
+    assert optimizer._comm_buffer_list is behind._comm_buffer_list
     assert optimizer._inner_opt is behind and behind._inner_opt is inner and not behind._multi_precision
     params = model.parameters()
     assert [id(param) for param in behind._parameter_list] == [id(param) for param in params]
@@ -268,6 +269,7 @@ def test_what_paddles_optimizer_would_do_on_its_own_is_refused() -> None:
 def _masters(rank: int, nranks: int) -> dict[str, tuple[str, int]]:
     model, optimizer, inner = _wrapped(rank, nranks, "bfloat16", stage=2, main_grad=True)
     behind = optimizer._inner_opt
+    assert list(optimizer._master_weights) == list(behind._master_weights)
     for param in model.parameters():
         part = behind._master_weights.get(param.name)
         if part is not None:
@@ -301,11 +303,12 @@ def _rates(rank: int, nranks: int) -> None:
         with full_parameters(model):
             before = values(model)["3.bias"]
         _loss(model, step, 0, rank).backward()
-        gradient = optimizer.full_grad(dict(model.named_parameters())["3.bias"]).numpy()
+        gradient = optimizer.full_grad(dict(model.named_parameters())["3.bias"])
+        assert gradient is not None
         optimizer.step()
         optimizer.clear_grad()
         with full_parameters(model):
-            rates.append(float(((before - values(model)["3.bias"]) / gradient)[0]))
+            rates.append(float(((before - values(model)["3.bias"]) / gradient.numpy())[0]))
         assert optimizer.get_lr() == optimizer._inner_opt.get_lr() == pytest.approx(0.5 * 0.1**step)
         scheduler.step()
     assert rates == pytest.approx([0.5, 0.05], rel=1e-4)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import paddle
 import paddle.nn.functional as F
 import pytest
 from paddle import nn
+from paddle.amp.auto_cast import amp_global_state
 
 from hp_sharding import ShardingConfig, full_parameters, shard
 from hp_sharding.errors import ConfigError
@@ -375,3 +377,55 @@ def test_what_a_parameter_cannot_honour_is_an_error_that_names_it(dtype: str, se
     key, value = next(iter(settings.items()))
     for text in harness.run(_refused, 2, dtype, settings):
         assert f"{key}='{value}': parameter 'weight' is of {dtype}" in text
+
+
+def _load_wide(rank: int, nranks: int, settings: dict[str, Any]) -> Values:
+    paddle.seed(5)
+    model = _Net("bfloat16")
+    exact = {name: paddle.to_tensor(param.numpy() * 1.001) for name, param in model.named_parameters()}
+    model, optimizer, _ = wrap(model, paddle.optimizer.SGD(0.0, parameters=model.parameters()), nranks, **settings)
+    for step in range(2):
+        with full_parameters(model):
+            model.set_state_dict(exact if step else {name: value.numpy() * 2 for name, value in exact.items()})
+        _loss(model, step, rank).backward()
+        optimizer.step()
+        optimizer.clear_grad()
+    with full_parameters(model):
+        for name, param in model.named_parameters():
+            assert param.dtype == paddle.bfloat16
+            np.testing.assert_array_equal(param.astype("float32").numpy(), _rounded(exact[name].numpy()))
+    found = _masters(SimpleNamespace(sharded=True, model=model, optimizer=optimizer))
+    for name, value in exact.items():
+        np.testing.assert_array_equal(found[name], value.numpy(), err_msg=name)
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_float32_state_reaches_masters_with_all_its_bits(stage: int) -> None:
+    harness.run(_load_wide, 2, {"stage": stage, **BOTH, "param_dtype": "bfloat16"})
+
+
+def _master_grad(new: Factory) -> dict[str, Values]:
+    """What ``paddle.amp.decorate(master_grad=True)`` sets, which on CPU it leaves to us."""
+    amp = amp_global_state()
+
+    def optimizer(model: nn.Layer) -> Any:
+        amp.model_parameters = list(model.parameters())
+        amp.use_master_grad = True
+        return _optimizer("SGD", model)
+
+    try:
+        side = _side(new, optimizer, ("bfloat16", "bfloat16"))
+        for step in range(4):
+            for micro in range(3):
+                with paddle.amp.auto_cast(level="O2", dtype="bfloat16"):
+                    side.backward(lambda rank, at=3 * step + micro: _loss(side.model, at, rank) * 8.0 ** -(at % 3))
+            side.step()
+            side.clear_grad()
+        return {"masters": _masters(side)}
+    finally:
+        amp.use_master_grad, amp.model_parameters = False, []
+
+
+def test_decorating_for_float32_gradients_is_heard() -> None:
+    harness.run(compare, 2, _master_grad, _in((1, 2, 3), param_dtype="bfloat16"), 1e-6)

@@ -217,6 +217,28 @@ def test_a_roll_call_names_who_is_silent() -> None:
     assert found == [[5]]
 
 
+def test_a_roll_call_that_ends_early_blames_who_gave_up_and_nobody_for_silence() -> None:
+    member = Member(4)
+    member.announce(0)
+    found: list[Cause] = []
+
+    def wait() -> None:
+        try:
+            member.enter(0, 0.5)
+        except Refused as refused:
+            found.append(refused.cause)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    deadline_s = time.monotonic() + 5
+    while ["ping"] not in member.outbox and time.monotonic() < deadline_s:
+        time.sleep(0.005)
+    # Nobody has answered yet, and nobody will: rank 5 was faster to find that rank 6 does not come.
+    member.agreement.hear(5, ["abort", "rank 6 did not reach this collective", 6])
+    thread.join(10)
+    assert found == [Cause("rank 5 gave up: rank 6 did not reach this collective", 6)]
+
+
 def test_the_cause_of_a_failed_transfer_names_who_does_not_answer() -> None:
     member = Member(4)
     cause = member.agreement.cause_of(ConnectionResetError("reset"), 0.05)

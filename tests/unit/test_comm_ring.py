@@ -20,8 +20,11 @@ from hp_sharding.comm import ring
 from hp_sharding.comm.links import TcpLinks, Ways
 from hp_sharding.comm.memory import ELEMENT_TYPES, Bytes, Span
 from hp_sharding.comm.ring import Ring, even_chunks
+from hp_sharding.comm.rounding import convert
 from hp_sharding.comm.sums import Adder
-from hp_sharding.comm.wire import plain
+from hp_sharding.comm.widening import Rounded
+from hp_sharding.comm.wire import Carried, plain
+from tests.unit.test_comm_wire import rounded
 
 Array = npt.NDArray[Any]
 FLOAT32 = Adder(plain(ELEMENT_TYPES[paddle.float32]))
@@ -83,7 +86,7 @@ def _tiny(piece_bytes: int) -> Any:
 
 def _terms(nranks: int, numel: int) -> list[Array]:
     generator = np.random.default_rng(numel)
-    # Whole numbers: their sums are exact in any order.
+    # Whole numbers: their sums are exact in any order, also of what they are in 16 bits.
     return [generator.integers(-1000, 1000, numel).astype(np.float32) for _ in range(nranks)]
 
 
@@ -142,6 +145,63 @@ def test_all_reduce_and_broadcast_in_pieces(case: tuple[int, int, int]) -> None:
             copy = terms[place.rank].copy()
             place.broadcast(copy.view(np.uint8), src)
             np.testing.assert_array_equal(copy, terms[src])
+
+    with _tiny(piece_bytes):
+        _on_ring(nranks, act)
+
+
+def _rounding(wire: str, result: str = "float32") -> Adder:
+    types = {element.name: element for element in ELEMENT_TYPES.values()}
+    return Adder(Carried(types["float32"], types[wire], types[result]))
+
+
+def _stored(values: Array, adder: Adder) -> Array:
+    """As elements of what its sums become."""
+    out = np.zeros(len(values), adder.result.storage)
+    convert(out, adder.result, values, adder.own)
+    return out
+
+
+@given(RINGS, st.sampled_from(["float16", "bfloat16"]), st.booleans(), st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_reduce_scatter_of_what_is_rounded_in_pieces(
+    case: tuple[int, int, int], wire: str, widens: bool, accumulate: bool
+) -> None:
+    nranks, numel, piece_bytes = case
+    chunks, terms = even_chunks(numel, nranks), _terms(nranks, numel)
+    adder = _rounding(wire, "float32" if widens else wire)
+    total = np.stack([rounded(term, wire) for term in terms]).sum(axis=0) + np.float32(7 * accumulate)
+
+    def act(place: Ring) -> None:
+        own = chunks[place.rank]
+        data, output = terms[place.rank].copy(), _stored(np.full(own.numel, 7, np.float32), adder)
+        place.reduce_scatter(output, data, chunks, adder, accumulate=accumulate)
+        np.testing.assert_array_equal(output, _stored(total[own.start : own.stop], adder))
+        np.testing.assert_array_equal(data, terms[place.rank])
+
+    with _tiny(piece_bytes):
+        _on_ring(nranks, act)
+
+
+@given(RINGS, st.sampled_from(["float16", "bfloat16"]), st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_gathers_and_sums_that_travel_rounded_in_pieces(case: tuple[int, int, int], wire: str, in_place: bool) -> None:
+    nranks, numel, piece_bytes = case
+    chunks, terms = even_chunks(numel, nranks), _terms(nranks, numel)
+    adder = _rounding(wire)
+    total = rounded(np.stack([rounded(term, wire) for term in terms]).sum(axis=0), wire)
+
+    def act(place: Ring) -> None:
+        data, own = terms[0].copy(), chunks[place.rank]
+        mine = data[own.start : own.stop] if in_place else data[own.start : own.stop].copy()
+        data[: own.start] = data[own.stop :] = np.nan
+        places = Rounded(data.view(np.uint8), chunks, adder.own, wire=adder.element)
+        places.put(place.rank, mine, adder.own)
+        place.all_gather_rounded(places)
+        np.testing.assert_array_equal(data, rounded(terms[0], wire))
+        data = terms[place.rank].copy()
+        place.all_reduce(data, adder)
+        np.testing.assert_array_equal(data, total)
 
     with _tiny(piece_bytes):
         _on_ring(nranks, act)

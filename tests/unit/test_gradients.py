@@ -62,6 +62,8 @@ def test_a_gradient_that_is_set_is_the_one_that_counts(stage: int) -> None:
         optimizer.set_full_grad(params[0], np.full(params[0].shape, 0.5, "float32"))
         optimizer.step()
         optimizer.clear_grad()
+        optimizer.step()  # with zeros
+        optimizer.clear_grad(set_to_zero=False)
         for step in range(2):
             _backward(model, 2 * step, scale)
             for param in params[1:4]:
@@ -181,7 +183,9 @@ def test_a_write_to_a_gradient_that_was_sent_is_an_error(write: str) -> None:
         rig.optimizer.step()
     assert len([event for event in rig.log[sent:] if event.what == "start"]) == 0
     assert all(map(np.array_equal, _final(rig.model), before))
-    rig.optimizer.clear_grad()
+    rig.optimizer.clear_grad(set_to_zero=False)
+    rig.optimizer.step()
+    assert all(map(np.array_equal, _final(rig.model), before)), "all is forgotten"
     _backward(rig.model, 1)
     rig.optimizer.step()
     clean = _shard(stage=1)
@@ -250,6 +254,9 @@ def test_clearing_one_gradient_is_no_write_that_comes_too_late() -> None:
     def scenario(model: nn.Layer, optimizer: Any) -> None:
         for step in range(2):
             _backward(model, step)
+            optimizer.full_grad(model.gain)
+            with paddle.no_grad():
+                model.gain.grad.scale_(2.0)
             model.gain.clear_gradient()
             model.layers[0].bias.clear_gradient(False)
             optimizer.step()

@@ -319,6 +319,9 @@ class _Keeper:
     def note_write(self, param: EagerParamBase) -> None:
         self.told.append("written")
 
+    def write_master(self, param: EagerParamBase, value: object) -> bool:
+        return False
+
     def look_up(self, param: EagerParamBase) -> None:
         self.told.append("looked up")
 

@@ -20,6 +20,7 @@ ORDER = [
     "broadcast",
     "pool",
     "precision",
+    "views",
     "buffer",
     "arena",
     "guard",
