@@ -278,9 +278,9 @@ class InnerUpdates:
     def _make_clipper(self) -> NormClipper | None:
         by_param: dict[int, list[GradientPart]] = defaultdict(list)
         for part in (part for parts in self._parts.values() for part in parts):
-            if not part.param.stop_gradient:  # one that was frozen since its backward, Paddle leaves out
-                by_param[id(part.param)].append(_gradient_part(part))
+            by_param[id(part.param)].append(_gradient_part(part))
         held = [param for bucket in self._parts for param in self._buffers[bucket].params]
+        # Paddle leaves out what was frozen since its backward.
         known = {id(param) for param in held if not param.stop_gradient}
         clips = _clips(self._inner)
         domains = []

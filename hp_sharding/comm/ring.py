@@ -81,9 +81,7 @@ class Ring:
             for rank, chunk in enumerate(chunks):
                 settle(rank, chunk)
             return
-        moves = arrived = [
-            _Move(self.rank, piece, []) for piece in _pieces(chunks[self.rank], MAX_PIECE_BYTES, multiple=2)
-        ]
+        moves = arrived = [_Move(self.rank, piece, []) for piece in _gather_pieces(chunks[self.rank])]
         for step in range(self.nranks - 1):
             # What came in the last step goes on as soon as it is there.
             for move in arrived:
@@ -92,7 +90,7 @@ class Ring:
             sender = self.at(-step - 1)
             arrived = [
                 _Move(sender, piece, [self.links.start_recv(data[piece.start : piece.stop])])
-                for piece in _pieces(chunks[sender], MAX_PIECE_BYTES, multiple=2)
+                for piece in _gather_pieces(chunks[sender])
             ]
             moves = moves + arrived
         for move in moves:
@@ -356,6 +354,11 @@ def even_chunks(numel: int, nranks: int) -> list[Span]:
     length = -(-numel // nranks)
     bounds = [min(rank * length, numel) for rank in range(nranks + 1)]
     return [Span(start, stop) for start, stop in itertools.pairwise(bounds)]
+
+
+def _gather_pieces(chunk: Span) -> list[Span]:
+    """Pieces of a range of bytes. No 16-bit element is cut in two, which may have to be widened."""
+    return _pieces(chunk, MAX_PIECE_BYTES, multiple=2)
 
 
 def _pieces(chunk: Span, max_numel: int, multiple: int = 1) -> list[Span]:

@@ -79,6 +79,9 @@ def init(
 def distributed_model(model: paddle.nn.Layer) -> paddle.nn.Layer:
     """Remembers ``model`` and gives all ranks rank 0's parameters and buffers.
 
+    With ``mp_degree`` above 1 each rank keeps its own parts of the parameters that are split (``is_distributed``), and
+    every forward takes the tensors that the first rank of the group passes to it. A group calls the model together.
+
     Args:
         model: any Layer; it may still be changed until ``distributed_optimizer`` is called.
 
@@ -99,12 +102,14 @@ def distributed_optimizer(
     """Shards ``optimizer`` and the wrapped model that owns its parameters; of several models it finds the right one.
 
     Args:
-        optimizer: made with parameters of one model that was passed to ``distributed_model``.
+        optimizer: made with parameters of one model that was passed to ``distributed_model``. A
+            ``MixPrecisionOptimizer`` of Paddle's around it, or a ``MixPrecisionLayer``, means ``main_grad``.
         strategy: settings for this optimizer instead of those given to ``init``; its degrees and its ``timeout_s`` must
             be the same.
 
     Returns:
-        The optimizer to use instead of the one given. In one process it is plain training.
+        The optimizer to use instead of the one given; on several ranks also what scripts take Paddle's own for, see
+        docs/fleet.md. In one process it is plain training.
 
     Raises:
         ConfigError: before ``init`` or ``distributed_model``, the second time for an optimizer, for one whose

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import paddle
 from paddle.base.framework import EagerParamBase
@@ -19,9 +19,30 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding
 )
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.hybrid_parallel_optimizer import HybridParallelOptimizer
 
+from ..arena import GradientArena
 from ..buffer import FusedCommBuffer, Status
 from ..errors import ConfigError, StateError
 from ..optimizer import ShardedOptimizer
+
+
+class _Stored(NamedTuple):
+    """A bucket, what gathers it and its reduced gradient: the views below hold no more, and so no optimizer."""
+
+    buffer: FusedCommBuffer
+    gathers: Any
+    arena: GradientArena
+
+    def full_tensor(self) -> paddle.Tensor:
+        """See ``BucketView.param_storage``."""
+        buffer = self.buffer
+        if buffer.status is Status.SYNCING:
+            self.gathers.finish(buffer.layout.number)
+        if buffer.status is not Status.READY or buffer.full is None:
+            raise StateError(
+                f"bucket '{buffer.name}' is {buffer.status.name}: its parameters are not gathered, so there is no flat "
+                "tensor of them to read. Read it inside hp_sharding.full_parameters(model)"
+            )
+        return buffer.full
 
 
 class SlotView:
@@ -35,12 +56,12 @@ class SlotView:
             end is not beyond the begin.
     """
 
-    def __init__(self, bucket: BucketView, slot: int) -> None:
-        buffer = bucket._buffer
+    def __init__(self, stored: _Stored, slot: int) -> None:
+        buffer = stored.buffer
         layout = buffer.layout
         ends = [*(place.offset_numel for place in layout.slots[1:]), layout.numel]
         begin = buffer.place.rank * layout.shard_numel
-        self._bucket = bucket
+        self._stored = stored
         self._param = buffer.params[slot]
         self._index = layout.slots[slot].offset_numel
         self._padded_size = ends[slot] - self._index
@@ -56,13 +77,17 @@ class SlotView:
         return self._param_begin < self._param_end
 
     @property
-    def _slice_grad(self) -> Any:
-        """Readers only ask whether there is one: whether this rank updates a part of the parameter."""
-        return self._param if self.has_effective_slice_param else None
+    def _slice_grad(self) -> paddle.Tensor | None:
+        """This rank's part of the gradient, once ``reduce_gradients`` has returned; None where it updates nothing."""
+        layout = self._stored.buffer.layout
+        if not self.has_effective_slice_param or layout.frozen:
+            return None
+        reduced = self._stored.arena.slice(layout.number)
+        return reduced._slice(self._param_begin - self._rank_begin, self._param_end - self._rank_begin)
 
     @property
     def _param_buffer(self) -> paddle.Tensor:
-        return self._bucket.param_storage
+        return self._stored.full_tensor()
 
 
 class BucketView:
@@ -78,14 +103,14 @@ class BucketView:
     _dst = -1
 
     def __init__(self, sharded: FleetOptimizer, buffer: FusedCommBuffer) -> None:
-        self._sharded = sharded
+        self._stored = _Stored(buffer, sharded._schedule.gathers, sharded._arena)
         self._buffer = buffer
         self._id = buffer.layout.number
         self._comm_group = sharded._hcg.get_sharding_parallel_group()
         self._params: list[EagerParamBase] = list(buffer.params)
         self._acc_steps = 1
         self.use_main_grad = buffer.layout.dtypes.gradient != buffer.layout.dtypes.param
-        slots = [SlotView(self, slot) for slot in range(len(buffer.params))]
+        slots = [SlotView(self._stored, slot) for slot in range(len(buffer.params))]
         self._sharding_param_grad_view = {view._param.name: view for view in slots}
 
     @property
@@ -104,14 +129,7 @@ class BucketView:
         Raises:
             StateError: the parameters are freed, or not gathered yet.
         """
-        if self.status is Status.SYNCING:
-            self._sharded._schedule.gathers.finish(self._id)
-        if self.status is not Status.READY or self._buffer.full is None:
-            raise StateError(
-                f"bucket '{self._buffer.name}' is {self.status.name}: its parameters are not gathered, so there is no "
-                "flat tensor of them to read. Read it inside hp_sharding.full_parameters(model)"
-            )
-        return self._buffer.full
+        return self._stored.full_tensor()
 
     @property
     def grad_storage(self) -> paddle.Tensor | None:
@@ -192,14 +210,28 @@ class ShardingV2(DygraphShardingOptimizerV2):
         self._sharded.clear_grad(set_to_zero)
 
     def state_dict(self) -> dict[str, Any]:
-        """The sharded optimizer's, without what it adds to tell layouts apart."""
-        return {name: value for name, value in self._sharded.state_dict().items() if not name.startswith("hp_sharding")}
+        return self._sharded.state_dict()
+
+    def sharded_state_dict(self, model_sharded_state_dict: Any) -> Any:
+        """As Paddle's: structured names of this rank's state -> ``ShardedWeight``, given the model's."""
+        return DygraphShardingOptimizerV2.sharded_state_dict(_StateOnly(self), model_sharded_state_dict)
 
     def set_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._sharded.set_state_dict(state_dict)
 
     def _set_all_gather_overlap_forward(self, all_gather_overlap_forward: bool, layers: Any) -> None:
         self._sharded._set_all_gather_overlap_forward(all_gather_overlap_forward, layers)
+
+
+class _StateOnly:
+    """All that Paddle's ``sharded_state_dict`` asks of the optimizer: without what ours adds to tell layouts apart."""
+
+    def __init__(self, behind: ShardingV2) -> None:
+        self._comm_buffer_list = behind._comm_buffer_list
+        self._state = behind.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in self._state.items() if not name.startswith("hp_sharding")}
 
 
 def _behind(name: str) -> property:
@@ -293,7 +325,7 @@ def _refuse_the_rest(cls: type, base: type, *, owner: str, kept: Sequence[str] =
             setattr(cls, name, _refusal(owner, name))
 
 
-# sharded_state_dict works on what is here; the other two only change the hint and attributes of the inner optimizer.
-_KEPT = ("sharded_state_dict", "_increase_comm_buffers_acc_steps", "_reset_comm_buffers_acc_steps")
+# They only change the hint.
+_KEPT = ("_increase_comm_buffers_acc_steps", "_reset_comm_buffers_acc_steps")
 _refuse_the_rest(ShardingV2, DygraphShardingOptimizerV2, owner="optimizer._inner_opt", kept=_KEPT)
 _refuse_the_rest(FleetOptimizer, HybridParallelOptimizer, owner="optimizer")

@@ -6,6 +6,7 @@ process that has the device.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -84,7 +85,7 @@ MODES = {
     )
 }
 SCALED = MODES["O2, float16, AdamW"]
-_SHARDED = [how for how in MODES if "AdamW" in how]
+_SHARDED = ["O1, bfloat16, AdamW", "O2, float16, AdamW", "O2, bfloat16, AdamW"]
 _CLOSE = {"float16": 0.01, "bfloat16": 0.04}
 """Of losses, relative: some times the distance of two neighbours."""
 
@@ -201,6 +202,14 @@ class _Run(NamedTuple):
     dtypes: set[str]
 
 
+@dataclasses.dataclass(repr=False)  # pytest would print all of it with each failure
+class _Runs:
+    """Plain Paddle's run of both ranks by mode, and each rank's sharded ones by mode and stage."""
+
+    plain: dict[str, _Run]
+    ranks: list[dict[tuple[str, str], _Run]]
+
+
 def _trained(new: Factory, mode: Mode) -> Any:
     side = new(lambda: make_model(mode.model), mode.make_optimizer)
     losses = []
@@ -220,45 +229,41 @@ def _masters(side: Any) -> Values:
     return {name: masters.get(param.name, param).numpy() for name, param in side.model.named_parameters()}
 
 
-def _on_ranks(rank: int, nranks: int) -> dict[str, dict[str, _Run]]:
-    """For each mode the plain run, and the sharded ones by their settings."""
-    found: dict[str, dict[str, Any]] = {}
+def _on_ranks(rank: int, nranks: int) -> tuple[dict[str, _Run], dict[tuple[str, str], _Run]]:
+    plain: dict[str, _Run] = {}
+    sharded: dict[tuple[str, str], Any] = {}
     for how in _SHARDED:
-        with unique_name.guard():
-            plain = _trained(lambda model, optimizer: Plain(model, optimizer, nranks), MODES[how])
-        sharded = {name: play(rank, nranks, _trained, stage, MODES[how])[0] for name, stage in _STAGES.items()}
-        found[how] = {"plain": plain, **sharded}
-    return found
+        if rank == 0:
+            with unique_name.guard():
+                plain[how] = _trained(lambda model, optimizer: Plain(model, optimizer, nranks), MODES[how])
+        for stage, settings in _STAGES.items():
+            sharded[how, stage] = play(rank, nranks, _trained, settings, MODES[how])[0]
+    return plain, sharded
 
 
 @pytest.fixture(scope="module")
-def runs(standin_device: None) -> list[dict[str, dict[str, _Run]]]:
-    """Of each of two ranks, by mode and by stage, beside plain Paddle's of both."""
-    return on_device(_on_ranks, 2, pace=_PACE, timeout_s=_LIMIT_S)
+def runs(standin_device: None) -> _Runs:
+    found = on_device(_on_ranks, 2, pace=_PACE, timeout_s=_LIMIT_S)
+    return _Runs(found[0][0], [sharded for _, sharded in found])
 
 
 @pytest.mark.parametrize("stage", _STAGES)
 @pytest.mark.parametrize("how", [how for how in _SHARDED if "O1" in how])
-def test_auto_cast_over_float32_parameters_gives_what_one_process_gives(
-    runs: list[dict[str, dict[str, _Run]]], how: str, stage: str
-) -> None:
+def test_auto_cast_over_float32_parameters_gives_what_one_process_gives(runs: _Runs, how: str, stage: str) -> None:
     """Bit for bit: gradients are float32, and so is their sum."""
-    for rank, run in enumerate(runs):
-        found, plain = run[how][stage], run[how]["plain"]
+    plain = runs.plain[how]
+    for rank, found in enumerate(run[how, stage] for run in runs.ranks):
         np.testing.assert_array_equal(found.losses, plain.losses[:, [rank]])
         assert_equal(found.params, plain.params, f"rank {rank}")
 
 
 @pytest.mark.parametrize("stage", _STAGES)
 @pytest.mark.parametrize("how", [how for how in _SHARDED if "O2" in how])
-def test_a_decorated_model_trains_as_in_one_process(
-    runs: list[dict[str, dict[str, _Run]]], how: str, stage: str
-) -> None:
+def test_a_decorated_model_trains_as_in_one_process(runs: _Runs, how: str, stage: str) -> None:
     """Sums of gradients are float32 here and have 16 bits there, so this is as near as 16 bits are."""
-    mode, first = MODES[how], runs[0][how]["stage 1"]
-    for rank, run in enumerate(runs):
-        found, plain = run[how][stage], run[how]["plain"]
-        assert plain.losses[-2:].mean() < 0.8 * plain.losses[:2].mean()
+    mode, plain, first = MODES[how], runs.plain[how], runs.ranks[0][how, "stage 1"]
+    assert plain.losses[-2:].mean() < 0.8 * plain.losses[:2].mean()
+    for rank, found in enumerate(run[how, stage] for run in runs.ranks):
         np.testing.assert_allclose(found.losses, plain.losses[:, [rank]], rtol=_CLOSE[mode.dtype])
         assert found.dtypes == plain.dtypes
         assert_close(found.masters, plain.masters, 0.1, f"rank {rank}")

@@ -7,6 +7,7 @@ underscore and that takes a rank runs in a process that has the device.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -207,7 +208,8 @@ def _plain(nranks: int, way: Way) -> Run:
     return run
 
 
-class Found(NamedTuple):
+@dataclasses.dataclass(repr=False)  # pytest would print all of it with each failure
+class Found:
     """By way and settings.
 
     Attributes:

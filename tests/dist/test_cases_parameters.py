@@ -52,7 +52,7 @@ def test_parameter_groups() -> None:
 
 
 def _groups_over_half(new: Factory) -> dict[str, Values]:
-    """Two groups with rates and decays of their own over half of the layers; biases do not decay; the clip is the first one's."""
+    """Two groups, each with its rate, decay and clip or none, over half of the layers; biases do not decay."""
 
     def optimizer(model: nn.Layer) -> Any:
         decays = {param.name for name, param in model.named_parameters() if not name.endswith("bias")}

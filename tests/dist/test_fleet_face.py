@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -208,6 +210,16 @@ def test_what_stands_behind_says_where_parameters_lie(settings: dict[str, Any]) 
         assert spans[-1][1] == sizes[bucket]
 
 
+def _look_at_gradients(optimizer: Any) -> None:
+    """What each bucket shows as this rank's part of a gradient is that part of the whole one."""
+    for bucket in optimizer._comm_buffer_list:
+        for view in bucket._sharding_param_grad_view.values():
+            whole = optimizer.full_grad(view._param).numpy().reshape(-1)
+            begin, end = view._param_begin - view._index, min(view._param_end - view._index, whole.size)
+            if begin < end:
+                np.testing.assert_array_equal(view._slice_grad.numpy()[: end - begin], whole[begin:end])
+
+
 def _as_trainers_do(rank: int, nranks: int, settings: dict[str, Any]) -> list[Values]:
     """Steps by the calls of trainers that take the parts apart, and the same steps by ``step()``."""
     strategy, found = _init(nranks), []
@@ -229,6 +241,7 @@ def _as_trainers_do(rank: int, nranks: int, settings: dict[str, Any]) -> list[Va
             assert optimizer._sharding_enable and not optimizer._dp_enable and not optimizer._sep_enable
             optimizer._inner_opt.reduce_gradients(params, optimizer._hcg)
             assert all(map(optimizer._reducer.is_reduced, range(len(optimizer.buffers))))
+            _look_at_gradients(optimizer)
             optimizer._step(params)
             optimizer._inner_opt.clear_grad(set_to_zero=step > 0)
         with full_parameters(model):
@@ -258,12 +271,41 @@ def _refused(rank: int, nranks: int) -> None:
         optimizer._set_broadcast_overlap(True, model)
     ours = {name for kind in type(behind).__mro__ if kind.__module__.startswith("hp_sharding") for name in vars(kind)}
     left = {name for name, value in vars(DygraphShardingOptimizerV2).items() if callable(value)} - ours
-    assert left == {"sharded_state_dict", "_increase_comm_buffers_acc_steps", "_reset_comm_buffers_acc_steps"}
+    assert left == {"_increase_comm_buffers_acc_steps", "_reset_comm_buffers_acc_steps"}
     assert behind._create_master_weight(behind._local_parameter_list[0]) is behind._local_parameter_list[0]
 
 
 def test_what_paddles_optimizer_would_do_on_its_own_is_refused() -> None:
     harness.run(_refused, 2)
+
+
+def _state(rank: int, nranks: int, dtype: str) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
+    """After a step: the part of each moment or master that this rank has, as Paddle's checkpoints ask for it."""
+    model, optimizer, _ = _wrapped(rank, nranks, dtype, stage=2, main_grad=dtype != "float32")
+    _loss(model, 0, 0, rank).backward()
+    optimizer.step()
+    behind = optimizer._inner_opt
+    behind.set_state_dict(behind.state_dict())
+    found = {}
+    for name, weight in optimizer.sharded_state_dict(model.sharded_state_dict()).items():
+        if weight.local_tensor.size > 1:
+            found[name] = (weight.flattened_range.start, weight.flattened_range.stop)
+            assert weight.local_tensor.size == weight.flattened_range.stop - weight.flattened_range.start
+            assert list(weight.global_shape) == dict(model.named_parameters())[name.rpartition(".")[0]].shape
+    return found, {name: param.size for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_paddles_checkpoints_find_every_element_of_the_state_once(dtype: str) -> None:
+    results = harness.run(_state, 2, dtype)
+    kinds = {"moment1_0", "moment2_0"} | ({"w_0"} if dtype != "float32" else set())
+    names = {name for found, _ in results for name in found}
+    sizes = results[0][1]
+    assert {f"{name}.{kind}" for name, size in sizes.items() if size > 1 for kind in kinds} <= names
+    for name in names:
+        spans = sorted(found[name] for found, _ in results if name in found)
+        assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
+        assert spans[-1][1] == sizes[name.rpartition(".")[0]]
 
 
 def _masters(rank: int, nranks: int) -> dict[str, tuple[str, int]]:
@@ -285,6 +327,27 @@ def test_masters_are_found_by_name() -> None:
     for masters in found:
         assert {dtype for dtype, _ in masters.values()} == {"paddle.float32"}
     assert sum(size for masters in found for _, size in masters.values()) == sum(p.size for p in _net().parameters())
+
+
+def _forget(rank: int, nranks: int) -> None:
+    model, optimizer, _ = _wrapped(rank, nranks, stage=2)
+    _loss(model, 0, 0, rank).backward()
+    optimizer._inner_opt.step()
+    behind = optimizer._inner_opt
+    living = weakref.ref(optimizer)
+    gc.disable()  # a cycle would have to wait for it
+    try:
+        del optimizer
+        assert living() is not None, "who has what stands behind has the optimizer"
+        behind.clear_grad()
+        del behind
+        assert living() is None
+    finally:
+        gc.enable()
+
+
+def test_what_stands_behind_keeps_nothing_alive() -> None:
+    harness.run(_forget, 2)
 
 
 def _rates(rank: int, nranks: int) -> None:

@@ -211,8 +211,10 @@ def test_the_ranks_hold_each_element_once() -> None:
 # -- not finite --------------------------------------------------------------------------------------------------------
 
 
-def _infinite_on_rank(rank: int, bad: int) -> float:
-    return float("inf") if rank == bad else 1.0
+def _spoil(model: nn.Layer, value: float) -> Any:
+    """Has one element of the gradient of one bias be ``value``."""
+    spoil = paddle.to_tensor(np.array([value] + [0.0] * 22, "float32"))
+    return model.layers[2].bias.register_hook(lambda grad: grad + spoil)
 
 
 class _Skips(NamedTuple):
@@ -223,14 +225,16 @@ class _Skips(NamedTuple):
 
 
 def _overflow(rank: int, nranks: int, settings: dict[str, Any], bad: int) -> _Skips:
-    """Step 1 overflows on one rank."""
+    """In step 1 one element of the gradient of one bias overflows, on one rank, and so in one shard."""
     model = make_model("mlp")
     model, optimizer, _ = wrap(model, make_optimizer("AdamW", model), nranks, **settings)
     scaler = make_scaler(init_loss_scaling=1024.0)
     snapshots, scales = [], []
     for step in range(3):
-        factor = _infinite_on_rank(rank, bad) if step == 1 else 1.0
-        scale(scaler, loss_of(model, make_batch("mlp", step, rank)) * factor).backward()
+        hook = _spoil(model, np.inf) if (rank, step) == (bad, 1) else None
+        scale(scaler, loss_of(model, make_batch("mlp", step, rank))).backward()
+        if hook is not None:
+            hook.remove()
         scaler.step(optimizer)
         scaler.update()
         optimizer.clear_grad()
@@ -277,8 +281,7 @@ def _not_finite(rank: int, nranks: int, settings: dict[str, Any], clips: bool) -
         inner = make_optimizer("SGD", model, **options)
         model, optimizer, _ = wrap(model, inner, nranks, check_nan_inf=mode, **settings)
         if rank == 1:
-            spoil = paddle.to_tensor(np.array([np.nan] + [1.0] * 22, "float32"))
-            model.layers[2].bias.register_hook(lambda grad, spoil=spoil: grad * spoil)
+            _spoil(model, np.nan)
         with full_parameters(model):
             before = values(model)
         loss_of(model, make_batch("mlp", 0, rank)).backward()

@@ -11,7 +11,14 @@ from paddle.distributed.fleet import DistributedStrategy as PaddleStrategy
 
 from hp_sharding.config import ShardingConfig
 from hp_sharding.errors import ConfigError
-from hp_sharding.fleet.strategy import Degrees, DistributedStrategy, resolve_degrees, sharding_config, with_degrees
+from hp_sharding.fleet.strategy import (
+    Degrees,
+    DistributedStrategy,
+    needs_equal_inputs,
+    resolve_degrees,
+    sharding_config,
+    with_degrees,
+)
 
 
 def _strategy(
@@ -255,6 +262,12 @@ class TestShardingConfig:
         setattr(strategy.hybrid_configs["mp_configs"], switch, True)
         with pytest.raises(ConfigError, match=f"{switch}=True is not supported"):
             sharding_config(strategy)
+
+    def test_split_layers_get_equal_inputs_unless_the_strategy_says_no(self) -> None:
+        strategy = DistributedStrategy()
+        assert needs_equal_inputs(None) and needs_equal_inputs(strategy)
+        strategy.hybrid_configs["mp_configs"].need_broadcast_data = False
+        assert not needs_equal_inputs(strategy)
 
     def test_defaults_hold_where_the_strategy_sets_nothing(self) -> None:
         strategy = _strategy({"stage": 1}, paddle_fields={"comm_overlap": True})

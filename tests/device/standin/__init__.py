@@ -3,8 +3,9 @@
 Its memory is the host's, its compute stream works in the calling thread, its other streams are threads, and its
 collectives go through memory that the processes share (``src/``, in C++). What is real about it is the *order*: a
 collective is on its way while Python goes on, a tensor that is read before ``wait()`` is stale, and memory that is
-freed too early is overwritten. So it shows every time what an accelerator shows by luck. About the kernels, limits and
-speed of any accelerator it says nothing.
+freed too early is overwritten. So it shows every time what an accelerator shows by luck. Operations of 16-bit floats,
+which Paddle's kernels for the CPU lack, are those of float32 between conversions, so that mixed precision and loss
+scaling can be trained on it. About the kernels, limits and speed of any accelerator it says nothing.
 
     from tests.device import standin
 

@@ -3,7 +3,7 @@
 
 namespace standin {
 
-// Registers every kernel that Paddle has for the CPU for the device of this type as well.
+// Registers every kernel that Paddle has for the CPU for the device of this type as well, and those of halves.h.
 //
 // Without them Paddle copies to the CPU, computes there and copies back, and what an operation writes into a view of a
 // flat buffer is lost. The kernels take the device's context for a CPU's; of that they use what both have: the place,
