@@ -188,6 +188,11 @@ class ShardingConfig:
         return max(1, int(self.replicate_buffer_size_MB * _BYTES_PER_MB))
 
     @property
+    def is_mixed(self) -> bool:
+        """True if it asks for other dtypes than the model has, which is more than plain training in one process too."""
+        return self.main_grad or any((self.param_dtype, self.gather_dtype, self.reduce_dtype))
+
+    @property
     def reshards_after_step(self) -> bool:
         """True if ``step()`` ends with the gathered parameters freed."""
         return self.stage == 3 if self.reshard_after_step is None else self.reshard_after_step

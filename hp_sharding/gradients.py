@@ -97,15 +97,13 @@ class ReducedGradients:
 
     def norm(self) -> paddle.Tensor:
         """See ``ShardedOptimizer.grad_norm``; a tensor without axes."""
-        self.settle()
-        self.finish()
+        self._collect()
         return self._updates.norm()
 
     def clip(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> paddle.Tensor:
         """See ``ShardedOptimizer.clip_grad_norm``."""
         check_norm_type(norm_type)
-        self.settle()
-        self.finish()
+        self._collect()
         norm = self._updates.norm(self._check)
         self._is_checked = True
         if error_if_nonfinite:
@@ -143,15 +141,13 @@ class ReducedGradients:
 
     def local(self) -> list[LocalGrad]:
         """See ``ShardedOptimizer.local_grads``."""
-        self.settle()
-        self.finish()
+        self._collect()
         self._arena.take_all_values()
         return [grad for buffer in self._buffers for grad in self._local_of(buffer)]
 
     def for_scaler(self) -> list[paddle.Tensor]:
         """What a loss scaler divides; see ``scaling.stand_ins``. Collective."""
-        self.settle()
-        self.finish()
+        self._collect()
         self._arena.take_all_values()
         given = stand_ins(self._arena.tensors, self._updates.sums)
         self._verdict = given.is_infinite
@@ -170,6 +166,10 @@ class ReducedGradients:
         if found is not None:
             inner._set_auxiliary_var("found_inf", skips)
         return skips
+
+    def _collect(self) -> None:
+        self.settle()
+        self.finish()
 
     def _finish_bucket(self, bucket: int) -> paddle.Tensor:
         self._arena.zero_unsummed()

@@ -76,6 +76,7 @@ def shard(
     *,
     shard_group: Any = None,
     replicate_group: Any = None,
+    tensor_parallel_group: Any = None,
 ) -> ShardedOptimizer | PlainOptimizer:
     """Shards ``optimizer``, and the gradients and parameters of ``model`` as ``config`` says, over a group of ranks.
 
@@ -90,16 +91,20 @@ def shard(
             rank alone where there is a replicate group.
         replicate_group: a Paddle group or global ranks that hold the same shard, one of each replica; None for one
             replica. It and the shard group have this rank in common, and no other.
+        tensor_parallel_group: a Paddle group or global ranks that share this rank's data and hold the other parts of
+            parameters that are split between layers' ranks (``param.is_distributed``); None where none is. The other
+            parameters are the same on all of them.
 
     Returns:
-        The optimizer to use instead of the one given. In a group of one it is plain training.
+        The optimizer to use instead of the one given. In a group of one it is plain training, unless ``config`` asks
+        for mixed precision.
 
     Raises:
         ConfigError: wrapped before, an optimizer that cannot be sharded or has made a step, parameters that the model
             does not have or that have no value yet, or a layer that cannot be served. No collective has then started.
         CommError: a rank has not come within ``timeout_s``, or is gone.
     """
-    grid = _grid(shard_group, replicate_group)
+    grid = _grid(shard_group, replicate_group, tensor_parallel_group)
     config = config if config is not None else ShardingConfig()
     if not isinstance(config, ShardingConfig):
         raise ConfigError(
@@ -162,6 +167,9 @@ def shard_over(
     """``shard`` over what ``open_lanes`` returned. Raises ConfigError before any collective starts."""
     check_wrap(model, optimizer)
     baseline_bytes = allocated_bytes() - _param_bytes(model)
+    if not lanes and config.is_mixed:
+        me = paddle.distributed.get_rank()
+        lanes = connect(Grid([me], [me]), timeout_s=config.timeout_s)
     if not lanes:
         names = {id(param): name for name, param in model.named_parameters()}
         return PlainOptimizer(optimizer, config, baseline_bytes, names=names)
@@ -314,7 +322,7 @@ def full_parameters(model: nn.Layer) -> Iterator[nn.Layer]:
         schedule.reshard(freed)
 
 
-def _grid(shard_group: Any, replicate_group: Any) -> Grid:
+def _grid(shard_group: Any, replicate_group: Any, tensor_group: Any) -> Grid:
     me = paddle.distributed.get_rank()
     everyone = list(range(paddle.distributed.get_world_size()))
     replicate = [me] if replicate_group is None else _ranks("replicate_group", replicate_group)
@@ -325,7 +333,14 @@ def _grid(shard_group: Any, replicate_group: Any) -> Grid:
             f"shard_group {shard} and replicate_group {replicate}: expected rank {me} to be the only one in both, "
             f"found {common}. Ranks that hold the same shard form a replicate group"
         )
-    return Grid(shard, replicate)
+    tensor = () if tensor_group is None else tuple(_ranks("tensor_parallel_group", tensor_group))
+    others = sorted((set(shard) | set(replicate)) & set(tensor) - {me})
+    if others:
+        raise ConfigError(
+            f"tensor_parallel_group {list(tensor)}: ranks {others} are in the shard or replicate group too, but the "
+            "same data cannot be another's"
+        )
+    return Grid(shard, replicate, tensor)
 
 
 def _ranks(name: str, group: Any) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import paddle
+from paddle.base import core
 
 from ..errors import ConfigError
 from .memory import ELEMENT_TYPES, ElementType, bytes_of
@@ -88,8 +89,11 @@ def _types(op: str, out: paddle.Tensor, source: paddle.Tensor) -> tuple[ElementT
 
 
 def _flat(tensor: paddle.Tensor) -> paddle.Tensor:
-    """The same memory in one dimension, as a tensor that no gradient knows of."""
-    return tensor.detach().view([tensor.size])
+    """The same memory in one dimension, as a tensor that no gradient knows of. Queues nothing, as ``view`` does."""
+    dense = core.DenseTensor()
+    dense._share_data_with(tensor.get_tensor())
+    dense._set_dims([tensor.size])
+    return core.eager.Tensor(dense)
 
 
 def _array(tensor: paddle.Tensor, element: ElementType) -> Array:

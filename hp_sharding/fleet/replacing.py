@@ -67,16 +67,13 @@ def paddles_face_replaced(session: Session, settings: Mapping[str, Any]) -> Iter
         ConfigError: ``settings`` has a key or value that cannot be.
     """
     ShardingConfig.from_dict(settings)
-    before, session.defaults = session.defaults, dict(settings)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(session, "defaults", dict(settings)))
         for owner, name, ours in _replacements(session):
             stack.enter_context(_replaced(owner, name, ours))
         for refused in _REFUSED:
             stack.enter_context(_refuses(refused))
-        try:
-            yield
-        finally:
-            session.defaults = before
+        yield
 
 
 def _replacements(session: Session) -> Iterator[tuple[Any, str, Any]]:

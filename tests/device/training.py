@@ -29,6 +29,7 @@ from tests.dist import (
     test_lifetime,
     test_optimizers,
     test_params,
+    test_precision,
     test_reads,
     test_recompute,
     test_recovery,
@@ -183,7 +184,27 @@ def _parts() -> list[Part]:
         Part(test_aliases._second_order, (), freed),
         Part(test_aliases._several_graphs, ("one loss of two forwards",), freed),
         Part(test_lifetime._gan, ("cleared at once",), any_way),
+        *_parts_of_mixed_precision(BOTH),
     ]
+
+
+def _parts_of_mixed_precision(settings: dict[str, Any]) -> list[Part]:
+    """All of it in each stage; what is checked is that lanes convert like the host."""
+    short, by_train = ("bfloat16", "bfloat16"), functools.partial(Part, test_precision._train)
+    params, main = {"param_dtype": "bfloat16"}, {"param_dtype": "float16", "main_grad": True}
+    return [
+        by_train(("AdamW", short), _mixed(settings, params)),
+        by_train(("AdamW", short, "bfloat16"), _mixed(settings, {})),
+        by_train(("AdamW", ("bfloat16", "float32")), _mixed(settings, {"gather_dtype": "bfloat16"})),
+        by_train(("Momentum", ("float32", "bfloat16")), _mixed(settings, {"reduce_dtype": "bfloat16"})),
+        Part(test_precision._accumulate, (("float16", "float16"),), _mixed(settings, main)),
+        Part(test_precision._accumulate, (short,), _mixed(settings, params)),
+        Part(test_precision._freeze_and_thaw, ("bfloat16",), _mixed(settings, {})),
+    ]
+
+
+def _mixed(settings: dict[str, Any], dtypes: dict[str, Any]) -> Settings:
+    return {f"mixed, stage {stage}": {**settings, "stage": stage, **dtypes} for stage in (1, 2, 3)}
 
 
 def _parts_of_four() -> list[Part]:
@@ -222,6 +243,7 @@ def _parts_of_replicas() -> list[Part]:
             for place in ("forward, last layer", "backward, first layer", "hook after a gradient")
         ),
         Part(_single_elements, (), REPLICAS),
+        *_parts_of_mixed_precision({**BOTH, "n_replicas": 2}),
     ]
 
 

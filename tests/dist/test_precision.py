@@ -23,8 +23,9 @@ from hp_sharding import ShardingConfig, full_parameters, shard
 from hp_sharding.errors import ConfigError
 from tests import harness
 from tests.lanes import wrap
+from tests.models import SEED
 from tests.reference import Values, assert_all_equal, assert_equal, values
-from tests.sides import BOTH, Factory, compare, play
+from tests.sides import BOTH, Factory, Plain, compare, play
 
 STEPS = 6
 WIDTHS = (33, 65, 47, 17)
@@ -429,3 +430,32 @@ def _master_grad(new: Factory) -> dict[str, Values]:
 
 def test_decorating_for_float32_gradients_is_heard() -> None:
     harness.run(compare, 2, _master_grad, _in((1, 2, 3), param_dtype="bfloat16"), 1e-6)
+
+
+def _alone(rank: int, nranks: int, settings: dict[str, Any]) -> Values:
+    paddle.seed(SEED)
+    model = _Net("bfloat16")
+    optimizer = shard(model, _optimizer("AdamW", model), ShardingConfig(**settings))
+    for step in range(STEPS):
+        _loss(model, step, 0).backward()
+        optimizer.step()
+        optimizer.clear_grad()
+    return _masters(SimpleNamespace(sharded=True, model=model, optimizer=optimizer))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_one_process_heeds_the_dtypes_too(stage: int) -> None:
+    (found,) = harness.run(_alone, 1, {"stage": stage, **BOTH, "param_dtype": "bfloat16"})
+    (expected,) = harness.run(_reference_alone, 1)
+    assert_equal(found, expected)
+
+
+def _reference_alone(rank: int, nranks: int) -> Values:
+    side = _side(
+        lambda model, optimizer: Plain(model, optimizer, 1), lambda m: _optimizer("AdamW", m), ("bfloat16", "bfloat16")
+    )
+    for step in range(STEPS):
+        side.backward(lambda rank, step=step: _loss(side.model, step, rank))
+        side.step()
+        side.clear_grad()
+    return _masters(side)

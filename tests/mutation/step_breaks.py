@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from tests.mutation.breaks import Break, played
 
+_EDITED = "tests/dist/test_norms.py::test_gradients_are_edited_between_backward_and_step"
+
 WAITS = [
     Break("timeline.py", "no wait at all", "            work.wait()\n", "            pass\n", (played("stage 2"),)),
     Break(
@@ -287,40 +289,54 @@ WAITS = [
     Break(
         "numerics.py",
         "norms are read before they are there",
-        "        self._timeline.wait(work)\n",
-        "",
+        "        self._timeline.wait(self._timeline.watch(lane.all_gather(everyone, numbers, label=label)))\n",
+        "        self._timeline.watch(lane.all_gather(everyone, numbers, label=label))\n",
         (played("clips"),),
     ),
     Break(
-        "optimizer.py",
-        "norms are formed before the sums are there",
-        "            self._finish_reductions()\n            self._arena.average(",
-        "            self._arena.average(",
+        "gradients.py",
+        "a step forms norms before the sums are there",
+        "        if check is not None or self._updates.clips_by_norm:\n            self.finish()\n",
+        "        if check is not None or self._updates.clips_by_norm:\n",
         (played("clips"),),
     ),
     Break(
-        "optimizer.py",
-        "sums are not waited for where a step needs all",
-        "        for bucket in range(len(self.buffers)):\n            self._reducer.wait(bucket)\n",
+        "gradients.py",
+        "sums are not waited for where all are needed",
+        "        for bucket in range(len(self._buffers)):\n            self._reducer.wait(bucket)\n",
         "        pass\n",
         (played("clips"),),
     ),
     Break(
+        "gradients.py",
+        "a script gets sums that are not there",
+        "        self.settle()\n        self.finish()\n",
+        "        self.settle()\n",
+        (_EDITED,),
+    ),
+    Break(
         "optimizer.py",
-        "a step does not wait for what it has not updated",
-        "        self._update(stale)\n        self._finish_reductions()\n",
-        "        self._update(stale)\n",
+        "a step waits for nothing that it has not updated",
+        "        self._gradients.end_step()\n        self._finish_reductions()\n",
+        "        self._gradients.end_step()\n",
         equivalent="Nobody reads such a sum unawaited: full_grad() and clear_grad() wait, a new one comes after it.",
     ),
     Break(
         "optimizer.py",
+        "a step does not wait for what it has not updated",
+        "        for bucket in range(len(self.buffers)):\n            self._reducer.wait(bucket)\n",
+        "        pass\n",
+        equivalent="As above.",
+    ),
+    Break(
+        "gradients.py",
         "full_grad takes sums that are not there",
         "        self._reducer.wait(bucket)\n        self._arena.average([bucket])",
         "        self._arena.average([bucket])",
         (played("full grad"),),
     ),
     Break(
-        "optimizer.py",
+        "gradients.py",
         "full_grad does not wait for its gather",
         'label=f"{buffer.name}, full_grad").wait()',
         'label=f"{buffer.name}, full_grad")',
