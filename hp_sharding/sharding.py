@@ -113,7 +113,8 @@ def shard(
         )
     check_wrap(model, optimizer)
     check_dtypes(model, optimizer, config)
-    if grid.n_ranks > 1:
+    if grid.n_ranks > 1 or grid.tensor:
+        check_split(optimizer, grid.tensor)
         check_fresh(optimizer)
         check_state_exists(model)
     return shard_over(model, optimizer, config, lanes=open_lanes(model, grid, timeout_s=config.timeout_s))
@@ -173,10 +174,21 @@ def shard_over(
     if not lanes:
         names = {id(param): name for name, param in model.named_parameters()}
         return PlainOptimizer(optimizer, config, baseline_bytes, names=names)
+    check_split(optimizer, lanes["tensor"].ranks if "tensor" in lanes else ())
     check_fresh(optimizer)
     sharded = build(model, optimizer, config, lanes=lanes)
     sharded._baseline_bytes = baseline_bytes
     return sharded
+
+
+def check_split(optimizer: paddle.optimizer.Optimizer, tensor: Sequence[int]) -> None:
+    """Raises ConfigError for parameters that are split over ranks which nobody has named: norms would be of parts."""
+    split = [param for param in optimizer_params(optimizer) if getattr(param, "is_distributed", False)]
+    if split and len(tensor) < 2:
+        raise ConfigError(
+            f"parameter '{split[0].name}' is split over several ranks (is_distributed), but nobody said over which, so "
+            "norms would be those of its parts. With fleet set mp_degree, else pass tensor_parallel_group"
+        )
 
 
 def check_wrap(model: nn.Layer, optimizer: paddle.optimizer.Optimizer) -> None:

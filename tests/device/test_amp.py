@@ -7,8 +7,9 @@ process that has the device.
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ from tests.device.running import on_device
 from tests.dist import test_precision
 from tests.models import loss_of, make_batch, make_model, make_optimizer
 from tests.reference import Values, assert_close, assert_equal
-from tests.sides import SETTINGS, Factory, Plain, play
+from tests.sides import SETTINGS, Factory, Plain, Sharded, play
 from tests.training import digest
 
 pytestmark = pytest.mark.usefixtures("standin_device")
@@ -84,7 +85,17 @@ MODES = {
         Mode("O2", "bfloat16", "mlp", "Momentum"),
     )
 }
+_OWN: dict[str, dict[str, Any]] = {
+    "param_dtype, bfloat16": {"param_dtype": "bfloat16"},
+    "param_dtype, float16": {"param_dtype": "float16"},
+    "main_grad": {"param_dtype": "bfloat16", "main_grad": True},
+    "gather_dtype": {"gather_dtype": "bfloat16"},
+    "reduce_dtype": {"reduce_dtype": "bfloat16"},
+}
+"""Settings of ours for a model of float32 parameters."""
 SCALED = MODES["O2, float16, AdamW"]
+_FLOATS = Mode("O0", "float32", "mlp", "AdamW")
+_DECORATED = Mode("O2", "bfloat16", "mlp", "AdamW")
 _SHARDED = ["O1, bfloat16, AdamW", "O2, float16, AdamW", "O2, bfloat16, AdamW"]
 _CLOSE = {"float16": 0.01, "bfloat16": 0.04}
 """Of losses, relative: some times the distance of two neighbours."""
@@ -204,10 +215,15 @@ class _Run(NamedTuple):
 
 @dataclasses.dataclass(repr=False)  # pytest would print all of it with each failure
 class _Runs:
-    """Plain Paddle's run of both ranks by mode, and each rank's sharded ones by mode and stage."""
+    """Plain Paddle's run of both ranks by mode, and each rank's sharded ones by mode and stage.
+
+    Attributes:
+        followed: each rank's losses and waits by settings of ours, or mode, and stage.
+    """
 
     plain: dict[str, _Run]
     ranks: list[dict[tuple[str, str], _Run]]
+    followed: list[dict[tuple[str, str], tuple[list[float], int]]]
 
 
 def _trained(new: Factory, mode: Mode) -> Any:
@@ -229,22 +245,64 @@ def _masters(side: Any) -> Values:
     return {name: masters.get(param.name, param).numpy() for name, param in side.model.named_parameters()}
 
 
-def _on_ranks(rank: int, nranks: int) -> tuple[dict[str, _Run], dict[tuple[str, str], _Run]]:
-    plain: dict[str, _Run] = {}
-    sharded: dict[tuple[str, str], Any] = {}
-    for how in _SHARDED:
-        if rank == 0:
-            with unique_name.guard():
-                plain[how] = _trained(lambda model, optimizer: Plain(model, optimizer, nranks), MODES[how])
-        for stage, settings in _STAGES.items():
-            sharded[how, stage] = play(rank, nranks, _trained, settings, MODES[how])[0]
-    return plain, sharded
+def _followed(rank: int, nranks: int, mode: Mode, settings: dict[str, Any]) -> tuple[list[float], int]:
+    """Losses of each step, and how often a real device's host could have stood still in the second half of them."""
+    with unique_name.guard():
+        side = Sharded(lambda: make_model(mode.model), mode.make_optimizer, rank=rank, nranks=nranks, settings=settings)
+    losses, waits, batches = [], [], [mode.batch(step, rank) for step in range(STEPS)]
+    for batch in batches:
+        waits.append(_waits())
+        losses.append(mode.loss(side.model, batch))
+        losses[-1].backward()
+        side.step()
+        side.clear_grad()
+    waited = _waits() - waits[STEPS // 2]
+    return [float(loss) for loss in losses], waited
+
+
+def _waits() -> int:
+    """``test_blocking`` says which of them."""
+    found = standin.Device().host_waits()
+    return found.stream.calls + found.device.calls + found.event.blocked
+
+
+def _on_ranks(rank: int, nranks: int) -> Any:
+    found = _Runs({}, [{}], [{}])
+    modes = {how: MODES[how] for how in _SHARDED}
+    for how, mode in {**modes, "float32": _FLOATS}.items() if rank == 0 else []:
+        with unique_name.guard():
+            found.plain[how] = _trained(lambda model, optimizer: Plain(model, optimizer, nranks), mode)
+    for stage, settings in _STAGES.items():
+        for how, mode in modes.items():
+            found.ranks[0][how, stage] = cast(_Run, play(rank, nranks, _trained, settings, mode)[0])
+        for how in _OWN:
+            found.followed[0][how, stage] = _followed(rank, nranks, _FLOATS, settings | _OWN[how])
+        found.followed[0]["decorated", stage] = _followed(rank, nranks, _DECORATED, settings)
+    gc.collect()
+    assert standin.Device().writes_after_free() == 0
+    return found.plain, found.ranks[0], found.followed[0]
 
 
 @pytest.fixture(scope="module")
 def runs(standin_device: None) -> _Runs:
     found = on_device(_on_ranks, 2, pace=_PACE, timeout_s=_LIMIT_S)
-    return _Runs(found[0][0], [sharded for _, sharded in found])
+    return _Runs(found[0][0], [ranks for _, ranks, _ in found], [followed for _, _, followed in found])
+
+
+@pytest.mark.parametrize("stage", _STAGES)
+@pytest.mark.parametrize("how", _OWN)
+def test_settings_of_ours_train_in_16_bits_as_one_process_in_float32(runs: _Runs, how: str, stage: str) -> None:
+    plain = runs.plain["float32"].losses
+    for rank, (losses, _) in enumerate(followed[how, stage] for followed in runs.followed):
+        assert losses != plain[:, rank].tolist(), "nothing has 16 bits"
+        np.testing.assert_allclose(losses, plain[:, rank], rtol=_CLOSE["bfloat16"], err_msg=f"rank {rank}")
+
+
+@pytest.mark.parametrize("stage", _STAGES)
+def test_no_step_in_mixed_precision_waits_for_the_device(runs: _Runs, stage: str) -> None:
+    for followed in runs.followed:
+        waits = {how: found[1] for (how, where), found in followed.items() if where == stage}
+        assert waits == dict.fromkeys([*_OWN, "decorated"], 0)
 
 
 @pytest.mark.parametrize("stage", _STAGES)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -237,7 +238,10 @@ def _every_way(rank: int, nranks: int, n_replicas: int) -> Any:
         for name, way in WAYS.items()
         for stage, settings in STAGES.items()
     }
-    return plain, runs, {stage: _overflows(rank, nranks, n_replicas, settings) for stage, settings in STAGES.items()}
+    overflows = {stage: _overflows(rank, nranks, n_replicas, settings) for stage, settings in STAGES.items()}
+    gc.collect()
+    assert standin.Device().writes_after_free() == 0
+    return plain, runs, overflows
 
 
 class Overflow(NamedTuple):

@@ -49,6 +49,7 @@ _CASES = [
     Case("all_gather", "float32", "bfloat16", "bfloat16"),
     Case("all_gather", "float32", "bfloat16", "float32"),
     Case("all_gather", "float16", "float16", "float32"),
+    Case("reduce_scatter", "float32", "float32", "float32", accumulate=True),
     Case("reduce_scatter", "float16", "float16", "float16", accumulate=True),
     Case("reduce_scatter", "bfloat16", "bfloat16", "float32"),
     Case("reduce_scatter", "bfloat16", "bfloat16", "float32", accumulate=True),
@@ -167,14 +168,19 @@ def test_memory_of_a_lane_that_grows_leaves_what_is_under_way_alone(found: Found
 
 _BLOCK_NUMEL = 1 << 18
 _N_QUEUED = 6
+_QUEUED = [
+    Case("all_gather", "float32", "bfloat16", "float32"),
+    Case("reduce_scatter", "float32", "float16", "float32", accumulate=True),
+    Case("all_reduce", "float32", "bfloat16", "float32"),
+]
 
 
 def _queue_on_one_lane(rank: int, nranks: int) -> dict[str, list[float]]:
     """How much lives on the device, in bytes an element of a whole, while many of a kind are on their way."""
-    device, comm = standin.Device(), _lane(nranks)
+    device, found = standin.Device(), {}
     device.set_pace(_SLOW)
-    found = {}
-    for case in _CASES:
+    for case in _QUEUED:
+        comm = _lane(nranks)  # which has no memory of its own yet
         paddle.ones([4]).sum().item()
         whole, part = paddle.ones([nranks * _BLOCK_NUMEL], case.own), paddle.ones([_BLOCK_NUMEL], case.own)
         outputs = [paddle.ones([_BLOCK_NUMEL], case.result), paddle.ones([nranks * _BLOCK_NUMEL], case.result)]
@@ -189,7 +195,6 @@ def _queue_on_one_lane(rank: int, nranks: int) -> dict[str, list[float]]:
                 work = comm.all_reduce(whole, **named)
             live.append((device.live_bytes() - before) / (nranks * _BLOCK_NUMEL))
         work.wait()
-        comm = _lane(nranks)  # another one, which has no memory yet
         found[str(case)] = live
     return found
 

@@ -8,6 +8,7 @@ import paddle
 import pytest
 
 from hp_sharding.comm import create_communicators
+from hp_sharding.errors import CommError
 from tests import harness
 from tests.unit.test_comm_contract import CHECKS, Lanes
 from tests.unit.test_comm_wire import WIRE_CHECKS
@@ -32,6 +33,36 @@ def test_contract(name: str, nranks: int) -> None:
 
 def test_contract_four_ranks() -> None:
     harness.run(_run_checks, 4, [name for name in ALL_CHECKS if name != ENDS_THE_LANES])
+
+
+def _carry_otherwise(rank: int, nranks: int, op: str) -> str:
+    """All of one kind and size and label; only what travels, or what it becomes, differs from rank to rank."""
+    comm = create_communicators(range(nranks), ["differs"], timeout_s=20)["differs"]
+    dtype = ("bfloat16", "float16")[rank]
+    part, whole = paddle.zeros([8]), paddle.zeros([8 * nranks])
+    starts = {
+        "all_gather": lambda: comm.all_gather(paddle.zeros([8 * nranks], dtype), part),
+        "reduce_scatter": lambda: comm.reduce_scatter(part, whole, wire_dtype=dtype),
+        "all_reduce": lambda: comm.all_reduce(whole, wire_dtype=dtype),
+        "output": lambda: comm.reduce_scatter(paddle.zeros([8], ("float32", "float16")[rank]), whole.cast("float16")),
+    }
+    try:
+        with pytest.raises(CommError) as caught:
+            starts[op]().wait()
+    finally:
+        comm.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce", "output"])
+def test_ranks_that_carry_something_else_are_told_what(op: str) -> None:
+    expected = {
+        "all_gather": ("float32 as bfloat16 into bfloat16", "float32 as float16 into float16"),
+        "output": ("(float16 as float16 into float32)", "(float16)"),
+    }.get(op, ("float32 as bfloat16 into float32", "float32 as float16 into float32"))
+    for text in harness.run(_carry_otherwise, 2, op):
+        assert "gone different ways" in text
+        assert all(each in text for each in expected), text
 
 
 def _small_tensors(rank: int, nranks: int) -> list[float]:

@@ -17,7 +17,7 @@ from paddle import nn
 from paddle.autograd import PyLayer
 from paddle.utils import unique_name
 
-from hp_sharding import fleet, full_parameters
+from hp_sharding import ShardingConfig, fleet, full_parameters, shard
 from tests import harness
 from tests.models import SEED
 from tests.reference import Ranks, Values, assert_all_equal, assert_close, values
@@ -171,9 +171,14 @@ def _split_model(rank: int) -> tuple[nn.Layer, int]:
     return model, groups.get_data_parallel_rank() * n_shards + shard
 
 
-def _train_split(rank: int, nranks: int, case: _Case, make: Callable[..., Any], max_norm: float) -> list[Any]:
+def _strategy(degrees: dict[str, int]) -> fleet.DistributedStrategy:
     strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = case.degrees
+    strategy.hybrid_configs = degrees
+    return strategy
+
+
+def _train_split(rank: int, nranks: int, case: _Case, make: Callable[..., Any], max_norm: float) -> list[Any]:
+    strategy = _strategy(case.degrees)
     fleet.init(is_collective=True, strategy=strategy)
     found = []
     for settings in case.settings:
@@ -208,7 +213,7 @@ def _joined(parts: list[Values]) -> Values:
     }
 
 
-OVERLAP = {"allgather_overlap": True, "reduce_overlap": True, "comm_buffer_size_MB": 0.0005}
+OVERLAP: dict[str, Any] = {"allgather_overlap": True, "reduce_overlap": True, "comm_buffer_size_MB": 0.0005}
 CASES = {
     "mp 2 x sharding 2": _Case(
         {"mp_degree": 2, "sharding_degree": 2}, 2, [{"stage": 2}, *({"stage": stage, **OVERLAP} for stage in (1, 2, 3))]
@@ -232,3 +237,29 @@ def test_split_layers_train_as_whole_ones(name: str, make_optimizer: Callable[..
             for _, of_rank, _ in found:
                 np.testing.assert_allclose(of_rank, [step[data_rank] for step in losses], rtol=1e-6)
             assert_close(_joined([params for _, _, params in found]), expected, 1e-6, f"{name}, {settings}:")
+
+
+def _train_without_fleets_face(rank: int, nranks: int, make: Callable[..., Any], max_norm: float) -> Values:
+    fleet.init(is_collective=True, strategy=_strategy({"mp_degree": 2, "sharding_degree": 2}))
+    groups = fleet.get_hybrid_communicate_group()
+    model, data_rank = _split_model(rank)
+    optimizer = shard(
+        model,
+        make(model, max_norm),
+        ShardingConfig(stage=2, **OVERLAP),
+        shard_group=groups.get_sharding_parallel_group(),
+        tensor_parallel_group=groups.get_model_parallel_group(),
+    )
+    for step in range(STEPS):
+        _loss(model, step, data_rank).backward()
+        optimizer.step()
+        optimizer.clear_grad()
+    return values(model)
+
+
+def test_groups_may_be_named_one_by_one() -> None:
+    max_norm = _norm_of_first_step(2) / 2
+    expected, _ = _train_whole(_sgd, 2, max_norm)
+    parts = harness.run(_train_without_fleets_face, 4, _sgd, max_norm)
+    for pair in (parts[:2], parts[2:]):  # neighbours split the layers
+        assert_close(_joined(pair), expected, 1e-6)

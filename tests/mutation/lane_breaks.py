@@ -10,7 +10,10 @@ _COMPUTE_GOES_ON = f"{_STREAM}compute_goes_on_beside_a_reduction_and_the_one_tha
 _ON_HOST = f"{_STREAM}where_only_the_host_can_wait_it_does_and_what_lies_on_the_host_is_refused[2]"
 _ORDER = f"{_STREAM}a_collective_comes_after_what_was_computed_and_read_before_it[2]"
 _TOUCHED_BY_2 = f"{_STREAM}what_a_collective_touches_lives_until_it_is_over[2]"
-_TOUCHED_BY_3 = f"{_STREAM}what_a_collective_touches_lives_until_it_is_over[3]"
+_CONVERSIONS = "tests/device/test_stream_conversions.py::test_"
+_CONVERTED_BY_2 = f"{_CONVERSIONS}what_a_conversion_touches_lives_until_it_is_over[2]"
+_GROWS_BY_2 = f"{_CONVERSIONS}memory_of_a_lane_that_grows_leaves_what_is_under_way_alone[2]"
+_GROWS_BY_3 = f"{_CONVERSIONS}memory_of_a_lane_that_grows_leaves_what_is_under_way_alone[3]"
 _GOES = f"{_STREAM}memory_goes_when_its_own_stream_has_waited_or_it_is_seen_done[2]"
 _KEEP = "tests/device/test_keep_alive.py::test_"
 _ENDS = "tests/device/test_stream_ends.py::test_"
@@ -220,8 +223,8 @@ ORDERS = [
     Break(
         "comm/local.py",
         "a copy passes those ahead of it",
-        "        if after is None and not accumulate and self._last is None:",
-        "        if after is None and not accumulate:",
+        "        if after is None and not copy.adds and self._last is None:",
+        "        if after is None and not copy.adds:",
         (_CONTRACT_OF_1,),
     ),
     Break(
@@ -254,51 +257,93 @@ KEPT = [
     Break(
         "comm/stream.py",
         "the output of a gather is not kept",
-        '"all_gather", run, [output, input],',
-        '"all_gather", run, [input],',
+        '"all_gather", run, [output, input, gathered],',
+        '"all_gather", run, [input, *([] if gathered is output else [gathered])],',
         (_TOUCHED_BY_2,),
     ),
     Break(
         "comm/stream.py",
         "the input of a gather is not kept",
-        '"all_gather", run, [output, input],',
-        '"all_gather", run, [output],',
+        '"all_gather", run, [output, input, gathered],',
+        '"all_gather", run, [output, gathered],',
         (_TOUCHED_BY_2,),
     ),
     Break(
         "comm/stream.py",
+        "what a lane had for a gather before it needed more is not kept",
+        '"all_gather", run, [output, input, gathered],',
+        '"all_gather", run, [output, input],',
+        (_GROWS_BY_2,),
+    ),
+    Break(
+        "comm/stream.py",
         "the output of a reduce-scatter is not kept",
-        "        touched = [output, input, scratch]",
-        "        touched = [input, scratch]",
+        "            touched = [output, input, total]",
+        "            touched = [input, *([] if total is output else [total])]",
         (_TOUCHED_BY_2,),
     ),
     Break(
         "comm/stream.py",
         "the input of a reduce-scatter is not kept",
-        "        touched = [output, input, scratch]",
-        "        touched = [output, scratch]",
+        "            touched = [output, input, total]",
+        "            touched = [output, total]",
         (_TOUCHED_BY_2,),
     ),
     Break(
         "comm/stream.py",
-        "the scratch of a reduce-scatter is not kept",
-        "        touched = [output, input, scratch]",
-        "        touched = [output, input]",
-        (_TOUCHED_BY_2,),
+        "what a lane had for a reduce-scatter before it needed more is not kept",
+        "            touched = [output, input, total]",
+        "            touched = [output, input]",
+        (_GROWS_BY_2,),
+    ),
+    Break(
+        "comm/stream.py",
+        "the output of a sum of 16-bit terms is not kept",
+        "            touched = [output, input, *terms]",
+        "            touched = [input, *(term for term in terms if term is not output)]",
+        (_CONVERTED_BY_2,),
+    ),
+    Break(
+        "comm/stream.py",
+        "what is rounded for a sum is not kept",
+        "            touched = [output, input, *terms]",
+        "            touched = [output, *terms]",
+        (_CONVERTED_BY_2,),
+    ),
+    Break(
+        "comm/stream.py",
+        "what a lane had for a sum of 16-bit terms before it needed more is not kept",
+        "            touched = [output, input, *terms]",
+        "            touched = [output, input]",
+        (_GROWS_BY_2,),
     ),
     Break(
         "comm/stream.py",
         "what an all-reduce touches is not kept",
-        '"all_reduce", run, [tensor, *scratch],',
-        '"all_reduce", run, [*scratch],',
+        "        touched = [tensor, sent, *(terms or [])]",
+        "        touched = [] if sent is tensor else [tensor, sent, *(terms or [])]",
         (played("dropped"),),
     ),
     Break(
         "comm/stream.py",
-        "the scratch of an all-reduce is not kept",
-        '"all_reduce", run, [tensor, *scratch],',
-        '"all_reduce", run, [tensor],',
-        (_TOUCHED_BY_3,),
+        "what is rounded for an all-reduce is not kept",
+        "        touched = [tensor, sent, *(terms or [])]",
+        "        touched = [sent, *(terms or [])]",
+        (_CONVERTED_BY_2,),
+    ),
+    Break(
+        "comm/stream.py",
+        "what a lane had for an all-reduce before it needed more is not kept",
+        "        touched = [tensor, sent, *(terms or [])]",
+        "        touched = [tensor]",
+        (_GROWS_BY_2,),
+    ),
+    Break(
+        "comm/stream.py",
+        "what a lane had for the exchange of an all-reduce before it needed more is not kept",
+        "        touched = [tensor, sent, *(terms or [])]",
+        "        touched = [tensor, sent]",
+        (_GROWS_BY_3,),
     ),
     Break(
         "comm/stream.py",
@@ -306,27 +351,6 @@ KEPT = [
         '"broadcast", run, [tensor],',
         '"broadcast", run, [],',
         (played("dropped"),),
-    ),
-    Break(
-        "comm/stream.py",
-        "what is computed on a lane is not kept",
-        "            run(work.hold)",
-        "            run(lambda tensors: None)",
-        (_TOUCHED_BY_2,),
-    ),
-    Break(
-        "comm/stream.py",
-        "the terms of a sum are not kept",
-        "        keep(wide)\n",
-        "",
-        (_TOUCHED_BY_2,),
-    ),
-    Break(
-        "comm/stream.py",
-        "a rounded sum is not kept",
-        "        keep([rounded])\n",
-        "",
-        (_TOUCHED_BY_2,),
     ),
     Break(
         "comm/stream.py",
@@ -416,8 +440,8 @@ KEPT = [
     Break(
         "comm/local.py",
         "a copy keeps objects and not their memory",
-        "    target, source = output._slice(0, numel), input._slice(0, numel)",
-        "    target, source = output, input",
+        "        target, source = self._output._slice(0, numel), self._input._slice(0, numel)",
+        "        target, source = self._output, self._input",
         (_CONTRACT_OF_1,),
     ),
 ]

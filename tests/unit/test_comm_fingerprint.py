@@ -78,16 +78,36 @@ def _compare(launch: Launch, n_steps: int = 2) -> list[CommError | None]:
     return found
 
 
-def _both(lanes: dict[str, Communicator], *, numel: int = 4, label: str = "blocks.1", dtype: str = "float32") -> None:
+def _both(
+    lanes: dict[str, Communicator],
+    *,
+    numel: int = 4,
+    label: str = "blocks.1",
+    dtype: str = "float32",
+    result: str | None = None,
+    wire: str | None = None,
+) -> None:
     lanes["gather"].all_reduce(paddle.zeros([2]), label="norm")
-    lanes["reduce"].reduce_scatter(paddle.zeros([numel], dtype), paddle.zeros([numel], dtype), label=label)
+    output = paddle.zeros([numel], result or dtype)
+    lanes["reduce"].reduce_scatter(output, paddle.zeros([numel], dtype), label=label, wire_dtype=wire)
 
 
 def test_the_same_on_all_ranks_is_no_difference() -> None:
     assert _compare(lambda rank, lanes: _both(lanes), n_steps=3) == [None] * 3
 
 
-@pytest.mark.parametrize("settings", [{"numel": 8}, {"label": "blocks.2"}, {"dtype": "float16"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"numel": 8},
+        {"label": "blocks.2"},
+        {"dtype": "float16"},
+        {"dtype": "float16", "result": "float32"},
+        {"wire": "bfloat16"},
+        {"wire": "float16", "result": "float16"},
+    ],
+    ids=str,
+)
 def test_the_first_difference_is_named(settings: dict[str, Any]) -> None:
     def launch(rank: int, lanes: dict[str, Communicator]) -> None:
         _both(lanes)

@@ -200,6 +200,27 @@ def test_groups_have_this_rank_in_common_and_no_other() -> None:
     assert isinstance(shard(model, _sgd(model), replicate_group=[0]), PlainOptimizer)
 
 
+def test_ranks_that_split_layers_see_the_same_data() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_group \[0, 1\]: ranks \[1\] are in the shard"):
+        shard(model, _sgd(model), shard_group=[0, 1], tensor_parallel_group=[0, 1])
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel_group: expected a Paddle group or ranks, this process's \(0\)"
+    ):
+        shard(model, _sgd(model), shard_group=[0], tensor_parallel_group=[1])
+
+
+def test_split_parameters_need_to_be_split_over_somebody() -> None:
+    model = nn.Linear(2, 2)
+    model.weight.is_distributed = True
+    with pytest.raises(
+        ConfigError, match=rf"'{model.weight.name}' is split over several ranks .* pass tensor_parallel_group"
+    ):
+        shard(model, _sgd(model), shard_group=[0, 1])
+    with pytest.raises(ConfigError, match=rf"'{model.weight.name}' is split over several ranks .* set mp_degree"):
+        shard_over(model, _sgd(model), ShardingConfig(), lanes={name: WaitingLane(name) for name in LANES})
+
+
 def test_settings_must_be_settings() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=r"config: expected a ShardingConfig, got dict\. ShardingConfig\.from_dict"):
