@@ -160,9 +160,12 @@ class ReducedGradients:
         the gradients of this one count as well.
         """
         found = inner._get_auxiliary_var("found_inf")
-        if isinstance(found, bool):
-            found = False  # of an earlier step: what a scaler has found since is a tensor or a number
-        skips = bool(found) or (self._verdict is not None and bool(self._verdict))
+        if isinstance(found, paddle.Tensor) and self._verdict is not None:
+            skips = bool(found.astype("bool") | self._verdict)  # together, so that the host waits once
+        else:
+            # A bool is of an earlier step: what a scaler has found since is a tensor or a number.
+            is_new = found is not None and not isinstance(found, bool)
+            skips = (is_new and bool(found)) or (self._verdict is not None and bool(self._verdict))
         if found is not None:
             inner._set_auxiliary_var("found_inf", skips)
         return skips

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +17,7 @@ from .memory import Bytes, Span
 from .rounding import Array, convert
 from .sums import Adder
 from .widening import Rounded
+from .wire import Carried
 
 # A piece is passed on, or added up, when all of it has come.
 MAX_PIECE_BYTES = 8 << 20
@@ -27,6 +27,7 @@ MAX_PIECE_BYTES = 8 << 20
 _SUM_PIECE_BYTES = 4 << 20
 _HOP_PIECE_BYTES = 1 << 20
 _MIN_PIECE_BYTES = 256 << 10
+_ROUNDED_NPIECES = 4
 # Up to here a collective takes no longer on the wire than it takes to wake a thread.
 SMALL_BYTES = 32 << 10
 # One being received, one being added up, one being sent.
@@ -65,46 +66,55 @@ class Ring:
         self.links = links
         self.scratch = Scratch()
 
-    def all_gather(
-        self, data: Bytes, chunks: list[Span], settle: Callable[[int, Span], None] = lambda rank, piece: None
-    ) -> None:
+    def all_gather(self, data: Bytes, chunks: list[Span], rounded: Rounded | None = None) -> None:
         """Fills in the other ranks' chunks.
 
         Args:
-            data: where they lie; this rank's own is in place.
-            chunks: ``chunks[r]`` is rank r's range of bytes.
-            settle: is called with r for each piece of ``chunks[r]``, once it is there and has been sent on, while
-                others may be on their way; for one rank from its first piece to its last.
+            data: where they lie.
+            chunks: ``chunks[r]`` is rank r's range of bytes; this rank's own is in place.
+            rounded: converts what travels: this rank's own before each piece of it is sent, and each rank's when a
+                piece is there and has been sent on.
         """
         if sum(chunk.numel for chunk in chunks) <= SMALL_BYTES:
-            self._all_gather_small(data, chunks)
-            for rank, chunk in enumerate(chunks):
-                settle(rank, chunk)
+            self._all_gather_small(data, chunks, rounded)
             return
-        moves = arrived = [_Move(self.rank, piece, []) for piece in _gather_pieces(chunks[self.rank])]
+        cut = _gather_pieces if rounded is None else _rounded_pieces
+        moves = arrived = [_Move(self.rank, piece, []) for piece in cut(chunks[self.rank])]
         for step in range(self.nranks - 1):
+            sender = self.at(-step - 1)
+            incoming = [
+                _Move(sender, piece, [self.links.start_recv(data[piece.start : piece.stop])])
+                for piece in cut(chunks[sender])
+            ]
             # What came in the last step goes on as soon as it is there.
             for move in arrived:
+                if rounded is not None and step == 0:
+                    rounded.prepare(move.piece)
                 after = move.transfers[0] if move.transfers else None
                 move.transfers.append(self.links.start_send(data[move.piece.start : move.piece.stop], after))
-            sender = self.at(-step - 1)
-            arrived = [
-                _Move(sender, piece, [self.links.start_recv(data[piece.start : piece.stop])])
-                for piece in _gather_pieces(chunks[sender])
-            ]
-            moves = moves + arrived
+            moves, arrived = moves + incoming, incoming
         for move in moves:
             _wait_all(move.transfers)
-            settle(move.rank, move.piece)
+            if rounded is not None:
+                rounded.settle(move.rank, move.piece)
 
-    def _all_gather_small(self, data: Bytes, chunks: list[Span]) -> None:
+    def _all_gather_small(self, data: Bytes, chunks: list[Span], rounded: Rounded | None) -> None:
+        if rounded is not None:
+            rounded.prepare(chunks[self.rank])
         for step in range(self.nranks - 1):
             outgoing, incoming = chunks[self.at(-step)], chunks[self.at(-step - 1)]
             self.swap(data[outgoing.start : outgoing.stop], data[incoming.start : incoming.stop])
+        if rounded is not None:
+            for rank, chunk in enumerate(chunks):
+                rounded.settle(rank, chunk)
 
-    def all_gather_rounded(self, rounded: Rounded) -> None:
-        """Fills in all chunks of ``rounded``; this rank's own elements have been put there."""
-        self.all_gather(rounded.data, rounded.chunks, rounded.settle)
+    def all_gather_rounded(self, data: Bytes, chunks: list[Span], types: Carried, own: Array) -> None:
+        """Fills in all chunks of ``data`` with what every rank's ``own`` elements become when they have travelled.
+
+        ``chunks[r]`` is rank r's range of elements; ``own`` may be this rank's, where they are of the same type.
+        """
+        rounded = Rounded(data, chunks, types, rank=self.rank, own=own)
+        self.all_gather(data, rounded.chunks, rounded)
 
     def broadcast(self, data: Bytes, src: int) -> None:
         """Passes rank ``src``'s bytes along the ring."""
@@ -154,9 +164,8 @@ class Ring:
         own = chunks[self.rank]
         self.reduce_scatter(data[own.start : own.stop], data, chunks, adder)
         if adder.rounds_own:
-            rounded = Rounded(data.view(np.uint8), chunks, adder.own, wire=adder.element)
-            rounded.put(self.rank, data[own.start : own.stop], adder.own)
-            self.all_gather_rounded(rounded)
+            types = Carried(adder.own, adder.element, adder.own)
+            self.all_gather_rounded(data.view(np.uint8), chunks, types, data[own.start : own.stop])
             return
         item_bytes = data.itemsize
         self.all_gather(
@@ -260,8 +269,9 @@ class _ReduceScatter:
     def _send_own(self, piece: Span, earlier: list[Transfer]) -> Transfer:
         """Starts to send a piece of this rank's own terms, after ``earlier`` ones.
 
-        Where it is rounded for that, the memory is that of the piece so many before. That one the next rank has taken
-        in by then, or is about to: it lies two blocks back, and this rank has received what is between the two.
+        Where it is rounded for that, its memory is that of the piece two blocks before, once that one is sent. Nobody
+        waits for ever: all ranks have the same program, and in it that piece is received before this one is sent, so
+        the rank that has come least far never waits for such a slot.
         """
         if not self._adder.rounds_own:
             return self._links.start_send(_bytes(self._part(piece)))
@@ -359,6 +369,12 @@ def even_chunks(numel: int, nranks: int) -> list[Span]:
 def _gather_pieces(chunk: Span) -> list[Span]:
     """Pieces of a range of bytes. No 16-bit element is cut in two, which may have to be widened."""
     return _pieces(chunk, MAX_PIECE_BYTES, multiple=2)
+
+
+def _rounded_pieces(chunk: Span) -> list[Span]:
+    """More of them, since the first one is rounded before anything travels, and the last one widened after that."""
+    limit_bytes = min(max(chunk.numel // _ROUNDED_NPIECES, _MIN_PIECE_BYTES), MAX_PIECE_BYTES)
+    return _pieces(chunk, limit_bytes, multiple=2)
 
 
 def _pieces(chunk: Span, max_numel: int, multiple: int = 1) -> list[Span]:

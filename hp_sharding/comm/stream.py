@@ -239,8 +239,8 @@ class StreamCommunicator(Communicator):
     """One lane on a device. Made by ``create_communicators``.
 
     Sums: float32, float64, float16, bfloat16, int32, int64, uint8, int8. Copies: every dtype. 16-bit sums are formed in
-    float32: over two ranks that is what a library does, beyond that the pieces themselves travel to where they are
-    added up. ``after`` may be a work of any lane of the device; where only the host can wait for it, the host does.
+    float32: over two ranks that is what a library does, and rounds; beyond that, and where the result is to be float32
+    or what travels was, the terms themselves travel to where they are added up. ``after`` may be a work of any lane of the device; where only the host can wait for it, the host does.
 
     Args:
         lane: see ``Communicator``.

@@ -22,9 +22,7 @@ from .communicator import Communicator, Work
 from .links import TcpLinks
 from .memory import ELEMENT_TYPES, Bytes, bytes_of
 from .ring import Ring, even_chunks
-from .rounding import convert
 from .sums import Adder
-from .widening import Rounded
 from .wire import Carried, carried, plain
 
 _log = logging.getLogger("hp_sharding")
@@ -103,7 +101,8 @@ class _Job:
 class TcpCommunicator(Communicator):
     """One lane over TCP connections. Made by ``create_communicators``.
 
-    Sums: float32, float64, float16, bfloat16, the integers and complex numbers. Copies: bool as well.
+    Sums: float32, float64, float16, bfloat16, the integers and complex numbers. Copies: bool as well. Conversions go
+    on in the lane's thread, piece by piece beside what travels.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class TcpCommunicator(Communicator):
         types = self._carried("all_gather", input, output, wire_dtype)
         data = bytes_of(output, numel * types.result.item_bytes)
         own = bytes_of(input, numel // self.nranks * types.own.item_bytes)
-        transfer = self._rounded_gather if types.wire is not types.result else self._gather
+        transfer = self._rounded_gather if types.converts else self._gather
         return self._submit("all_gather", types, numel, lambda: transfer(data, own, types), label=label, after=after)
 
     def reduce_scatter(
@@ -311,18 +310,15 @@ class TcpCommunicator(Communicator):
             self._announce(work)
 
     def _gather(self, data: Bytes, own: Bytes, types: Carried) -> None:
-        nbytes = len(data) // self.nranks
-        mine = data[self.rank * nbytes : (self.rank + 1) * nbytes]
-        if nbytes and mine.ctypes.data != own.ctypes.data:
-            convert(types.wire.array(mine), types.wire, types.own.array(own), types.own)
-        self._ring.all_gather(data, even_chunks(len(data), self.nranks))
+        chunks = even_chunks(len(data), self.nranks)
+        mine = data[chunks[self.rank].start : chunks[self.rank].stop]
+        if len(data) and mine.ctypes.data != own.ctypes.data:
+            mine[:] = own
+        self._ring.all_gather(data, chunks)
 
     def _rounded_gather(self, data: Bytes, own: Bytes, types: Carried) -> None:
-        """What travels is received into the memory of what it becomes."""
         chunks = even_chunks(len(data) // types.result.item_bytes, self.nranks)
-        rounded = Rounded(data, chunks, types.result, wire=types.wire)
-        rounded.put(self.rank, types.own.array(own), types.own)
-        self._ring.all_gather_rounded(rounded)
+        self._ring.all_gather_rounded(data, chunks, types, types.own.array(own))
 
     def _check(self, op: str, whole: paddle.Tensor, part: paddle.Tensor | None = None) -> int:
         """Elements of the whole."""

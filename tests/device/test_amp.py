@@ -78,7 +78,7 @@ MODES = {
     f"{mode.level}, {mode.dtype}, {mode.optimizer}": mode
     for mode in (
         Mode("O1", "float16", "gpt", "AdamW"),
-        Mode("O1", "bfloat16", "gpt", "AdamW"),
+        Mode("O1", "bfloat16", "gpt_recompute_reentrant", "AdamW"),
         Mode("O2", "float16", "gpt", "AdamW"),
         Mode("O2", "bfloat16", "gpt", "AdamW"),
         Mode("O2", "float16", "mlp", "Momentum"),
@@ -98,7 +98,9 @@ _FLOATS = Mode("O0", "float32", "mlp", "AdamW")
 _DECORATED = Mode("O2", "bfloat16", "mlp", "AdamW")
 _SHARDED = ["O1, bfloat16, AdamW", "O2, float16, AdamW", "O2, bfloat16, AdamW"]
 _CLOSE = {"float16": 0.01, "bfloat16": 0.04}
-"""Of losses, relative: some times the distance of two neighbours."""
+"""Of losses, relative, to those of float32: some times the distance of two neighbours."""
+_CLOSER = {"float16": 0.004, "bfloat16": 0.012}
+"""The same for two runs that are rounded alike but where gradients are added up."""
 
 
 def make_scaler(**options: Any) -> Any:
@@ -322,7 +324,7 @@ def test_a_decorated_model_trains_as_in_one_process(runs: _Runs, how: str, stage
     mode, plain, first = MODES[how], runs.plain[how], runs.ranks[0][how, "stage 1"]
     assert plain.losses[-2:].mean() < 0.8 * plain.losses[:2].mean()
     for rank, found in enumerate(run[how, stage] for run in runs.ranks):
-        np.testing.assert_allclose(found.losses, plain.losses[:, [rank]], rtol=_CLOSE[mode.dtype])
+        np.testing.assert_allclose(found.losses, plain.losses[:, [rank]], rtol=_CLOSER[mode.dtype])
         assert found.dtypes == plain.dtypes
         assert_close(found.masters, plain.masters, 0.1, f"rank {rank}")
         assert_equal(found.masters, first.masters, f"masters, rank {rank}")

@@ -148,8 +148,8 @@ def _grow(rank: int, nranks: int) -> tuple[list[str], int]:
     """Each collective needs more of the lane's memory than the one before, which has not begun yet."""
     device, comm, wrong = standin.Device(), _lane(nranks), []
     device.set_pace(_SLOW)
-    for case in _CASES:
-        gate, sizes = DeviceGate(), [10, _NUMEL, 3 * _NUMEL, 20]
+    for number, case in enumerate(_CASES):
+        gate, sizes = DeviceGate(), [10, (2 * number + 1) * _NUMEL, (2 * number + 2) * _NUMEL, 20]
         started = [_start(comm, case, numel, gate if numel == sizes[0] else None) for numel in sizes]
         gc.collect()
         noise = [paddle.full([numel], float("nan")) for numel in sizes * 4]

@@ -137,6 +137,25 @@ def test_what_does_not_fit_is_refused(act: Callable[[paddle.Tensor, paddle.Tenso
             act(out, source)
 
 
+def test_float16_is_that_of_numpy_everywhere() -> None:
+    """Every float16 and what lies half-way to the next one, each with its neighbours in float32; and back."""
+    halves = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(np.float16)
+    near = [halves.astype(np.float32)]
+    with np.errstate(all="ignore"):
+        following = (halves.view(np.uint16) + np.uint16(1)).view(np.float16).astype(np.float32)
+        near.append((near[0] + following) / 2)
+    values = np.concatenate([(each.view(np.int32) + away).view(np.float32) for each in near for away in (-1, 0, 1)])
+    single, half = (ELEMENT_TYPES[dtype] for dtype in (paddle.float32, paddle.float16))
+    found, back = np.empty(len(values), np.float16), np.empty(len(values), np.float32)
+    convert(found, half, values, single)
+    convert(back, single, found, half)
+    with np.errstate(all="ignore"):
+        expected = values.astype(np.float16)
+    assert_same_bits(back, expected.astype(np.float32))
+    is_number = ~np.isnan(expected)
+    np.testing.assert_array_equal(found[is_number].view(np.uint16), expected[is_number].view(np.uint16))
+
+
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 @pytest.mark.parametrize("numel", [1, 3, 32_768, NUMEL])
 def test_memory_may_be_shared_where_a_conversion_says_so(name: str, numel: int) -> None:

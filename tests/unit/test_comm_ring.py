@@ -22,7 +22,6 @@ from hp_sharding.comm.memory import ELEMENT_TYPES, Bytes, Span
 from hp_sharding.comm.ring import Ring, even_chunks
 from hp_sharding.comm.rounding import convert
 from hp_sharding.comm.sums import Adder
-from hp_sharding.comm.widening import Rounded
 from hp_sharding.comm.wire import Carried, plain
 from tests.unit.test_comm_wire import rounded
 
@@ -189,16 +188,19 @@ def test_gathers_and_sums_that_travel_rounded_in_pieces(case: tuple[int, int, in
     nranks, numel, piece_bytes = case
     chunks, terms = even_chunks(numel, nranks), _terms(nranks, numel)
     adder = _rounding(wire)
+    types = Carried(adder.own, adder.element, adder.own)
     total = rounded(np.stack([rounded(term, wire) for term in terms]).sum(axis=0), wire)
 
     def act(place: Ring) -> None:
         data, own = terms[0].copy(), chunks[place.rank]
-        mine = data[own.start : own.stop] if in_place else data[own.start : own.stop].copy()
+        own_slice = slice(own.start, own.stop)
+        mine = data[own_slice] if in_place else data[own_slice].copy()
         data[: own.start] = data[own.stop :] = np.nan
-        places = Rounded(data.view(np.uint8), chunks, adder.own, wire=adder.element)
-        places.put(place.rank, mine, adder.own)
-        place.all_gather_rounded(places)
+        place.all_gather_rounded(data.view(np.uint8), chunks, types, mine)
         np.testing.assert_array_equal(data, rounded(terms[0], wire))
+        narrow = np.zeros(numel, types.wire.storage)
+        place.all_gather_rounded(narrow.view(np.uint8), chunks, types._replace(result=types.wire), terms[0][own_slice])
+        np.testing.assert_array_equal(narrow, _stored(terms[0], _rounding(wire, wire)))
         data = terms[place.rank].copy()
         place.all_reduce(data, adder)
         np.testing.assert_array_equal(data, total)
