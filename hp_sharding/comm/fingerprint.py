@@ -141,14 +141,15 @@ class WatchedLane(Communicator):
 
     def broadcast(self, tensor: paddle.Tensor, *, src: int, label: str = "", after: Work | None = None) -> Work:
         """See ``Communicator``."""
-        self._note(f"broadcast from {src}", tensor, label, _types(tensor, tensor, None))
+        self._note(f"broadcast from {src}", tensor, label)
         return self._inner.broadcast(tensor, src=src, label=label, after=after)
 
     def close(self) -> None:
         """See ``Communicator``."""
         self._inner.close()
 
-    def _note(self, op: str, whole: paddle.Tensor, label: str, types: str) -> None:
+    def _note(self, op: str, whole: paddle.Tensor, label: str, types: str | None = None) -> None:
+        types = types or _types(whole, whole, None)
         self._lines.append(f"{op} of {whole.size} elements of {types} labelled {label!r}")
 
 

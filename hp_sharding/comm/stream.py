@@ -240,7 +240,8 @@ class StreamCommunicator(Communicator):
 
     Sums: float32, float64, float16, bfloat16, int32, int64, uint8, int8. Copies: every dtype. 16-bit sums are formed in
     float32: over two ranks that is what a library does, and rounds; beyond that, and where the result is to be float32
-    or what travels was, the terms themselves travel to where they are added up. ``after`` may be a work of any lane of the device; where only the host can wait for it, the host does.
+    or what travels was, the terms themselves travel to where they are added up. ``after`` may be a work of any lane of
+    the device; where only the host can wait for it, the host does.
 
     Args:
         lane: see ``Communicator``.
@@ -315,13 +316,8 @@ class StreamCommunicator(Communicator):
             touched = [output, input, *terms]
 
             def run() -> None:
-                if sent is not input:
-                    queue_cast(sent, input)
-                terms.run(self._group)
-                if accumulate:
-                    terms.add(output)
-                if not in_place:
-                    queue_cast(output, terms.total)
+                terms.run(self._group, input)
+                terms.leave_in(output, accumulate=accumulate)
         else:
             total = self._scratch.take("total", output.shape[0], wire) if accumulate else output
             touched = [output, input, total]
@@ -439,8 +435,9 @@ class StreamCommunicator(Communicator):
         """Replaces all pieces of ``terms.sent``, of which ``numel`` elements count, by their sum."""
         padded_numel, own_numel = terms.sent.shape[0], terms.total.shape[0]
         if padded_numel > numel:
+            # Nobody reads their sum, but whoever looks for NaN would find what was there before.
             terms.sent._slice(numel, padded_numel).fill_(0.0)
-        terms.run(self._group)
+        terms.run(self._group, terms.sent)
         own = terms.sent._slice(self.rank * own_numel, (self.rank + 1) * own_numel)
         queue_cast(own, terms.total)
         self._group.all_gather_into_tensor_on_calc_stream(terms.sent, own)

@@ -12,6 +12,9 @@ import paddle
 
 from .convert import queue_cast
 
+_KEPT_BYTES = 64 << 20
+"""Of one kind. Only a parameter that is larger by itself has a bucket that needs more."""
+
 
 class Scratch:
     """Memory of a lane, kept from one collective to the next, in which only the lane's own stream reads and writes.
@@ -26,11 +29,15 @@ class Scratch:
         """``numel`` elements that hold anything; for the same name and dtype the same memory, until more is asked for.
 
         To be called while the stream that computes is the current one, to which all memory belongs. The work that uses
-        it has to keep it alive like everything else that it touches: another one may be taken in its place.
+        it has to keep it alive like everything else that it touches: another one may be taken in its place, and what
+        is very large is not kept here.
         """
         tensor = self._tensors.get((name, dtype))
         if tensor is None or tensor.shape[0] < numel:
-            tensor = self._tensors[name, dtype] = paddle.empty([numel], dtype)
+            tensor = paddle.empty([numel], dtype)
+            if numel * tensor.element_size() > _KEPT_BYTES:
+                return tensor
+            self._tensors[name, dtype] = tensor
         return tensor._slice(0, numel) if numel else tensor
 
 
@@ -49,17 +56,29 @@ class Exchange(NamedTuple):
     total: paddle.Tensor
     term: paddle.Tensor
 
-    def run(self, group: Any) -> None:
-        """Queues it on the current stream. Terms are added in the order of ranks."""
+    def run(self, group: Any, own: paddle.Tensor) -> None:
+        """Queues the sum on the current stream, in the order of ranks. ``own`` is what ``sent`` is made of."""
+        if own is not self.sent:
+            queue_cast(self.sent, own)
         numel = self.total.shape[0]
         sizes = [numel] * (self.sent.shape[0] // numel)
         group.all_to_all_single_on_calc_stream(self.pieces, self.sent, sizes, sizes)
         queue_cast(self.total, self.pieces._slice(0, numel))
         for rank in range(1, len(sizes)):
-            self.add(self.pieces._slice(rank * numel, (rank + 1) * numel))
+            self._add(self.pieces._slice(rank * numel, (rank + 1) * numel))
 
-    def add(self, other: paddle.Tensor) -> None:
-        """Adds one more term to the sum."""
+    def leave_in(self, output: paddle.Tensor, *, accumulate: bool) -> None:
+        """Queues that ``output`` becomes the sum, or the sum and what it holds."""
+        if self.total is output:
+            return
+        if accumulate and output.dtype == self.total.dtype:
+            output.add_(self.total)
+            return
+        if accumulate:
+            self._add(output)
+        queue_cast(output, self.total)
+
+    def _add(self, other: paddle.Tensor) -> None:
         queue_cast(self.term, other)
         self.total.add_(self.term)
 

@@ -26,7 +26,7 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
     "gain": lambda param, value: paddle.assign(value, output=param),
 }
 """Another way for each parameter."""
-MOMENTS = ("in full_parameters", "before its layer", "after its layer", "after backward")
+MOMENTS = ("in full_parameters", "before its layer", "after backward")
 
 
 def _value(param: Any) -> Any:
@@ -45,12 +45,12 @@ def _write(model: nn.Layer, prefix: str) -> None:
 
 
 @contextlib.contextmanager
-def _hooked(model: nn.Layer, moment: str) -> Iterator[None]:
-    """Each layer's parameter is written in a hook of its own."""
-    handles = []
-    for number, layer in enumerate(model.layers):
-        register = layer.register_forward_pre_hook if moment == "before its layer" else layer.register_forward_post_hook
-        handles.append(register(lambda *_, number=number: _write(model, f"layers.{number}")))
+def _hooked(model: nn.Layer) -> Iterator[None]:
+    """Each layer's parameter is written by a hook of its own, before it runs."""
+    handles = [
+        layer.register_forward_pre_hook(lambda *_, number=number: _write(model, f"layers.{number}"))
+        for number, layer in enumerate(model.layers)
+    ]
     yield
     for handle in handles:
         handle.remove()
@@ -64,8 +64,7 @@ def _train(new: Factory, moment: str) -> dict[str, Values]:
         if now and moment == "in full_parameters":
             with full_parameters(side.model):
                 _write(side.model, "")
-        hooks = _hooked(side.model, moment) if now and "layer" in moment else contextlib.nullcontext()
-        with hooks:
+        with _hooked(side.model) if now and moment == "before its layer" else contextlib.nullcontext():
             side.backward(loss_on(side.model, "mlp", step))
         if now and moment == "after backward":
             _write(side.model, "")

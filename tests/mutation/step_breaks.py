@@ -261,8 +261,8 @@ WAITS = [
     Break(
         "replication.py",
         "an all-reduce follows nothing",
-        "after=self._last)",
-        "after=None)",
+        "after=self._last, wire",
+        "after=None, wire",
         (played("replicas"),),
     ),
     Break(

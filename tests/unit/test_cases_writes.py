@@ -171,7 +171,7 @@ def _outcome(write: str, moment: str, settings: dict[str, Any] | None) -> dict[s
     try:
         return _Course(model, optimizer, WRITES[write], moment).run()
     except (RuntimeError, ValueError, TypeError) as error:
-        return error
+        return error.with_traceback(None)  # which would keep the model alive
 
 
 @functools.cache
