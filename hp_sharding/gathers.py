@@ -100,6 +100,8 @@ class QueuedGathers(Gathers):
         super().__init__(buffers, ahead=ahead, timeline=timeline)
         self.keeps_full = self.buffers[0].place.keeps_full
         self._queue: deque[int] = deque()
+        self._pins = 0
+        self._stepped = False
 
     def queue(self, buckets: Iterable[int]) -> None:
         """Says which buckets are stale and must be gathered, in what order. Starts nothing."""
@@ -128,15 +130,19 @@ class QueuedGathers(Gathers):
         freed = [buffer.layout.number for buffer in self.buffers if buffer.full is None]
         self.start_all()
         self.finish_under_way()
+        self._pins += 1
         return freed
 
     def reshard(self, freed: Sequence[int]) -> None:
         """Part of ``Gathers``."""
-        for buffer in self.buffers:
-            if buffer.status is Status.READY:
-                if not self.keeps_full:
-                    buffer.keep_writes()
-                buffer.store_full()
+        self._keep_writes(takes_back=True)
+        self._pins -= 1
+        if self._pins:
+            return
+        if self._stepped:
+            self._stepped = False
+            self._free_all()
+            return
         for bucket in (bucket for bucket in self.order if bucket in set(freed)):
             self.buffers[bucket].free()
             self.queue([bucket])
@@ -144,13 +150,11 @@ class QueuedGathers(Gathers):
     def begin_step(self) -> None:
         """Part of ``Gathers``."""
         self.start_all()
-        for buffer in self.buffers:
-            if buffer.status is Status.READY:
-                buffer.store_full()  # a write through NumPy, or of an initializer, shows no sign
+        self._keep_writes(takes_back=self._pins > 0)
 
     def take_update(self, bucket: int) -> None:
         """Part of ``Gathers``."""
-        if not self.keeps_full:
+        if not self.keeps_full and not self._pins:
             return
         buffer = self.buffers[bucket]
         if buffer.status is Status.READY:
@@ -160,10 +164,21 @@ class QueuedGathers(Gathers):
 
     def end_step(self) -> None:
         """Part of ``Gathers``."""
-        if not self.keeps_full:
+        if self._pins:
+            self._stepped = not self.keeps_full
+            self.finish_under_way()
+        elif not self.keeps_full:
             self._free_all()
         elif self._ahead is not None:
             self.finish_under_way()
+
+    def _keep_writes(self, *, takes_back: bool) -> None:
+        """Shards get what was written; ``takes_back``: also of parameters that were given other storage."""
+        for buffer in self.buffers:
+            if buffer.status is Status.READY:
+                if takes_back and not self.keeps_full:
+                    buffer.keep_writes()
+                buffer.store_full()  # a write through NumPy, or of an initializer, shows no sign
 
     def _free_all(self) -> None:
         self.start_all()

@@ -21,6 +21,7 @@ from .errors import StateError
 from .facts import Agreement, Facts
 from .replication import Replicator
 from .running import RunningState
+from .sent import SentGradients
 from .timeline import Timeline
 
 MAX_LIVE_GRADIENTS = 2
@@ -116,6 +117,7 @@ class Reducer:
         self._incomplete = False
         self.learned_order: list[int] | None = None
         self.gather_order_changed = False
+        self._sent = SentGradients()
         self._always_last = rules.tied
         self._held_back: set[int] = set(rules.tied)
         self._reset_backward()
@@ -157,6 +159,7 @@ class Reducer:
         if self._rules.keeps_gradient:
             # This backward accumulates in place into storage that an earlier reduction may still be reading.
             self._wait_all()
+            self._held_back |= self._sent.set_aside(self._buffers, self._arena, unsent=self._unreduced)
 
     def take_gradient(self, bucket: int, index: int) -> None:
         """Parameter ``index`` of ``bucket`` has its gradient in ``param.grad``; it moves into the bucket's storage."""
@@ -206,8 +209,10 @@ class Reducer:
         elif self._unreduced:
             self._begin_round()
             self.finish_round()
-        elif self._replicator is not None:
-            self._replicate_rest(self._replicator)
+        else:
+            self._sent.check(self.rank)
+            if self._replicator is not None:
+                self._replicate_rest(self._replicator)
 
     def finish_round(self) -> None:
         """Launches the buckets of this round that are left, then the agreement."""
@@ -293,6 +298,7 @@ class Reducer:
         self._incomplete = False
         self._wait_all()
         self._arena.clear()
+        self._sent.clear()
         self._unreduced = False
         self._armed = False
         for index, buffer in enumerate(self._buffers):
@@ -306,6 +312,7 @@ class Reducer:
         buffer = self._buffers[bucket]
         self.settle()
         self.wait(bucket)
+        self._sent.forget(bucket, index)
         for piece in buffer.slices:
             if piece.param == index:
                 self._arena.zero_part(bucket, piece.start_numel, piece.numel)
@@ -390,7 +397,7 @@ class Reducer:
         if self._replicator is not None and self._replicator.is_waited_for(bucket):
             # Of an earlier backward: its all-reduce writes where this sum may go.
             self.wait(bucket)
-        if self._rules.keeps_gradient:
+        if self._rules.keeps_gradient and not self._arena.is_edited(bucket):
             # The full gradient itself holds the sum of all micro-batches, so the shard is overwritten.
             self._arena.forget(bucket)
         target = self._arena.expect_sum(bucket)
@@ -406,7 +413,9 @@ class Reducer:
         if self._replicator is not None and self.replicate:
             self._replicator.add(bucket, work)
         self._launched[bucket] = True
-        if not self._rules.keeps_gradient:
+        if self._rules.keeps_gradient:
+            self._sent.note(buffer)
+        else:
             self._in_flight.append(work)
             self._free(storage)
 

@@ -29,7 +29,7 @@ from tests.device.running import on_device, start
 from tests.dist import test_accumulation, test_branches, test_clip, test_params, test_replicas
 from tests.lanes import Wrapped, wrap
 from tests.models import loss_of, loss_on, make_batch, make_model, make_optimizer
-from tests.reference import Values
+from tests.reference import Values, statistics
 from tests.sides import BOTH, SETTINGS, Factory, Settings, compare
 from tests.unit.test_comm_contract import SEEN_S
 
@@ -61,6 +61,22 @@ def _trained(new: Factory, name: str) -> dict[str, Values]:
         side.step()
         side.clear_grad()
     return {"end": side.values()}
+
+
+def _normed(new: Factory) -> dict[str, Values]:
+    """Running statistics are those of the first rank."""
+    side = new(lambda: make_model("conv"), lambda model: make_optimizer("SGD", model))
+    for step in range(2):
+        side.backward(loss_on(side.model, "conv", step))
+        side.step()
+        side.clear_grad()
+    return {"statistics": statistics(side.model) if side.sharded else side._runs.statistics[0]}
+
+
+def _late_statistics(rank: int, nranks: int) -> None:
+    """They are on their way for longer than the whole step takes."""
+    standin.Device().set_pace(standin.Pace(latency_ms=100.0, slowed=("broadcast",)))
+    compare(rank, nranks, _normed, {"stage 2": SETTINGS["stage 2"]}, _ORDER)
 
 
 def _thrown_away(new: Factory) -> dict[str, Values]:
@@ -250,6 +266,21 @@ def _step_inside(rank: int, nranks: int) -> None:
         _assert_there(params)
 
 
+def _written_at_once(rank: int, nranks: int) -> None:
+    """A value as wide as the master, while the gather is on its way that would overwrite it."""
+    settings = {"stage": 2, **BOTH, "gather_dtype": "bfloat16", "param_dtype": "bfloat16", "cast_forward_inputs": False}
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model, optimizer, _ = wrap(model, paddle.optimizer.SGD(0.1, parameters=model.parameters()), nranks, **settings)
+    params = model.parameters()  # asked for later, they would be waited for
+    sum((param.astype("float32") ** 2).sum() for param in params).backward()
+    optimizer.step()
+    optimizer.clear_grad()
+    for number, param in enumerate(params):
+        param.set_value(paddle.full(param.shape, 1.5 + number))
+    for number, param in enumerate(params):
+        np.testing.assert_array_equal(param.astype("float32").numpy(), np.full(param.shape, 1.5 + number, np.float32))
+
+
 def _read_by_hand(rank: int, nranks: int) -> None:
     wrapped = _wrap(nranks, **SETTINGS["stage 2"])
     params = wrapped.model.parameters()
@@ -382,6 +413,7 @@ def _raised_midway(rank: int, nranks: int) -> None:
 
 PLAYS: dict[str, Play] = {
     **{name: _like_plain(_trained, SETTINGS, name, "mlp") for name in ("stage 2", "stage 3")},
+    "normed": Play(2, _late_statistics),
     "clips": _like_plain(test_clip._clipped, SETTINGS, "stage 2", "mlp", "SGD", "global norm", 2, ""),
     "full grad": _like_plain(test_accumulation._with_full_grad, SETTINGS, "stage 2"),
     "cleared by hand": _like_plain(test_accumulation._cleared_elsewhere, SETTINGS, "stage 2", "each"),
@@ -403,6 +435,7 @@ PLAYS: dict[str, Play] = {
     "full parameters, stage 3": Play(2, _full_parameters, (SETTINGS["stage 3"],)),
     "step inside, stage 3": Play(2, _step_inside),
     "read by hand": Play(2, _read_by_hand),
+    "written at once": Play(2, _written_at_once),
     "used by hand": Play(2, _used_by_hand),
     "without overlap": Play(2, _without_overlap),
     "freed": Play(2, _freed),

@@ -56,7 +56,7 @@ def _whole_and_back(new: Factory) -> dict[str, Values]:
 
 def _held(side: Any) -> tuple[list[str], int]:
     """Buckets whose full tensor this rank has between steps, and bytes of all its tensors."""
-    if not side.sharded:
+    if not side.sharded or not side.optimizer.config.reshards_after_step:
         return [], 0
     buffers = side.optimizer.buffers
     whole = [buffer.name for buffer in buffers if buffer.full is not None]
@@ -80,6 +80,28 @@ def test_the_whole_state_between_steps_and_all_is_freed_again() -> None:
     harness.run(compare, 2, _whole_and_back, FREED)
     replicas = {name: test_replicas.SETTINGS[name] for name in ("reshard", "stage 3")}
     harness.run(compare, 4, _whole_and_back, replicas, 1e-5)
+
+
+def _steps_inside(new: Factory) -> dict[str, Values]:
+    """Whole steps inside ``full_parameters``: there the new values can be read at once, also by functions."""
+    side = new(lambda: make_model("mlp"), lambda model: make_optimizer("Momentum", model))
+    snapshots = {}
+    for step in range(4):
+        with full_parameters(side.model):
+            for inner in range(2):
+                side.backward(loss_on(side.model, "mlp", 2 * step + inner))
+                side.step()
+                side.clear_grad()
+                found = {name: paddle.add(param, param).numpy() for name, param in side.model.named_parameters()}
+                snapshots[f"step {step}, {inner}"] = found
+            side.model.gain.set_value(side.model.gain.numpy() / 2)
+        _held(side)
+    return {**snapshots, "end": side.values()}
+
+
+def test_whole_steps_inside_full_parameters() -> None:
+    harness.run(compare, 2, _steps_inside, SETTINGS)
+    harness.run(compare, 4, _steps_inside, test_replicas.SETTINGS, test_replicas.ORDER)
 
 
 # -- recompute ---------------------------------------------------------------------------------------------------------

@@ -357,6 +357,27 @@ WAITS = [
         (played("stepped twice"),),
     ),
     Break(
+        "optimizer.py",
+        "a step ends before the first rank's statistics are there",
+        "            running.finish()\n",
+        "            pass\n",
+        (played("normed"),),
+    ),
+    Break(
+        "running.py",
+        "statistics are taken before those of the first rank are there",
+        "            packed.work.wait()\n",
+        "",
+        (played("normed"),),
+    ),
+    Break(
+        "schedule.py",
+        "a master is written while its parameter is gathered",
+        "        self.make_readable(param)\n        self.buffers[place.bucket].write_master",
+        "        self.buffers[place.bucket].write_master",
+        (played("written at once"),),
+    ),
+    Break(
         "facts.py",
         "facts of a shard group do not wait for those of the replicas",
         "label=label, after=self.work)",

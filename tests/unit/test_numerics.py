@@ -16,7 +16,7 @@ from hp_sharding.comm import Communicator, Work
 from hp_sharding.errors import ConfigError, StateError
 from hp_sharding.numerics import GradientPart, RankSums, count_nonfinite, measure, sum_of_squares
 from hp_sharding.timeline import Timeline
-from tests.fakes import Rig, WaitingLane, WaitingWork, values, wrap
+from tests.fakes import Rig, WaitingLane, values, wrap
 from tests.models import loss_of, make_batch, make_model, make_optimizer
 
 SMALL_MB = 0.0005
@@ -105,7 +105,7 @@ class _OtherRanks(Communicator):
         label: str = "",
         after: Work | None = None,
         wire_dtype: str | None = None,
-    ) -> WaitingWork:
+    ) -> Work:
         self.labels.append(label)
         rows = [paddle.to_tensor(list(other), dtype=input.dtype)[-input.shape[0] :] for other in self._others]
         return self._inner.all_gather(output, paddle.concat([input, *rows]), label=label)
@@ -280,6 +280,38 @@ def test_paddles_own_functions_are_refused(stage: int, clip: Any) -> None:
     model, _ = _plain()
     _backward(model, 0)
     clip(model.parameters(), 1.0)
+
+
+class _CastAtUse(nn.Layer):
+    """What 16-bit parameters can be on CPU, where almost no kernel takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = self.create_parameter([40, 30])
+        self.bias = self.create_parameter([30])
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return (paddle.matmul(x, self.weight.astype("float32")) + self.bias.astype("float32")).square().mean()
+
+
+@STAGES
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("reduced", ["16 bits", "float32"])
+def test_norms_of_16_bit_parameters(stage: int, dtype: str, reduced: str) -> None:
+    """Whether their reduced gradients have 16 bits as well or, with masters, 32."""
+    paddle.seed(1)
+    model = _CastAtUse()
+    model.to(dtype=dtype)
+    inner = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    masters = {"reduce_dtype": "float32"} if reduced == "float32" else {}
+    rig = wrap(model, inner, **BOTH, stage=stage, check_nan_inf="raise", **masters)
+    rig.model(paddle.randn([16, 40])).backward()
+    gradients = [rig.optimizer.full_grad(param) for param in rig.model.parameters()]
+    assert {str(gradient.dtype) for gradient in gradients} == {f"paddle.{dtype if reduced == '16 bits' else reduced}"}
+    expected = sum(float((gradient.astype("float64") ** 2).sum()) for gradient in gradients) ** 0.5
+    assert rig.optimizer.grad_norm() == pytest.approx(expected, rel=1e-5)
+    assert float(rig.optimizer.clip_grad_norm(expected / 3)) == pytest.approx(expected, rel=1e-5)
+    assert rig.optimizer.grad_norm() == pytest.approx(expected / 3, rel=1e-2 if reduced == "16 bits" else 1e-5)
 
 
 # -- check_nan_inf -----------------------------------------------------------------------------------------------------
