@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import paddle
 
+from .comm import add_into
+
 if TYPE_CHECKING:
     from .layout import BucketLayout
 
@@ -154,7 +156,7 @@ class GradientArena:
         place, self._partial[index] = self._partial[index], None
         if place is Place.SPARE:
             self._undo_average(index)
-            self.slice(index).add_(self._slice(Place.SPARE, index))
+            add_into(self.slice(index), self._slice(Place.SPARE, index))
         self._holds[index] = True
 
     def average(self, indices: Sequence[int]) -> None:

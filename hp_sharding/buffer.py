@@ -226,6 +226,16 @@ class FusedCommBuffer:
             if piece.param == index:
                 cast_into(piece.tensor, value._slice(piece.param_start_numel, piece.param_start_numel + piece.numel))
 
+    def follow_shard(self) -> None:
+        """The shard was given another value: where the parameters are there, this rank's part of them follows.
+
+        The rest is for the next gather, or for whoever writes them; until then nothing takes old parts for new writes.
+        """
+        if self.status is Status.READY and not self._shares and self._full is not None:
+            travelled = paddle.empty(self.shard.shape, self.layout.dtypes.gather)
+            cast_into(travelled, self.shard)
+            cast_into(self._own_slice(self._full), travelled)
+
     def thaw(self) -> None:
         """Its parameters train from now on: a 16-bit shard becomes a float32 master where precision is mixed.
 
@@ -246,7 +256,7 @@ class FusedCommBuffer:
         if self.status is not Status.READY or self._full is None:
             return
         for param, address in zip(self.params, self._addresses, strict=True):
-            if param.data_ptr() != address:
+            if param.data_ptr() != address or dtype_name(param) != self.layout.dtype:
                 raise LayoutError(
                     f"parameter '{param.name}' of bucket '{self.name}' no longer shares the bucket's storage: it was "
                     f"cast, moved or replaced after wrapping (expected {self.layout.dtype}, found "
@@ -254,22 +264,22 @@ class FusedCommBuffer:
                     "values with set_value or copy_"
                 )
 
-    def keep_writes(self) -> None:
+    def keep_writes(self, *, takes_back: bool = True) -> None:
         """Where a READY parameter was written past the guards, the shard gets the new value.
 
-        ``paddle.assign`` writes where the value lies, an initializer gives the parameter other storage.
+        Some functions give it other storage, which ``takes_back`` undoes. Others, such as an initializer or a write
+        through NumPy, leave no sign at all, so this rank's part is stored whatever is seen: in mixed precision after a
+        comparison, else as it is.
 
         Raises:
             LayoutError: a parameter was cast.
         """
-        written = False
+        if self._shares:
+            return
         for index, (param, address) in enumerate(zip(self.params, self._addresses, strict=True)):
-            if param.data_ptr() != address:
+            if takes_back and (param.data_ptr() != address or dtype_name(param) != self.layout.dtype):
                 self._take_back(index)
-                written = True
-            written = written or param.inplace_version != self._versions[index]
-        if written:
-            self.store_full()
+        self.store_full()
 
     def _take_back(self, index: int) -> None:
         """Copies the value of a parameter that has storage of its own into its place, and gives it that place again."""
@@ -363,9 +373,9 @@ class FusedCommBuffer:
         """Parameters that have never been gathered say what they will be."""
         for param, shape in zip(self.params, self._shapes, strict=True):
             if dtype_name(param) != self.layout.dtype:
-                typed = paddle.empty([0], self.layout.dtype).get_tensor()
-                typed._set_dims(shape)
-                point_at([typed], [param])
+                typed = paddle.empty([0], self.layout.dtype)  # held: what lies below it goes with it
+                dense(typed)._set_dims(shape)
+                point_at([dense(typed)], [param])
 
     def _set_full(self, full: paddle.Tensor) -> None:
         self._full = full
@@ -435,6 +445,8 @@ class GradientStorage:
         """Copies parameter ``index``'s gradient in, or adds it to what is there. ``gradient`` is only read."""
         # Where gradients are differentiated in their turn, autograd must not record this.
         gradient = gradient.detach()
+        if not gradient.is_contiguous():
+            gradient = gradient.contiguous()
         plain = dtype_name(gradient) == self._dtype and self._dtype not in SHORT_DTYPES
         if self.filled[index]:
             self._views[index].add_(gradient) if plain else add_into(self._views[index], gradient)

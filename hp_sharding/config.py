@@ -73,19 +73,21 @@ class ShardingConfig:
             layers, or a list of Layer classes.
         param_dtype: dtype the layers compute with, ``"float32"``, ``"bfloat16"`` or ``"float16"`` (Paddle's own dtypes
             are taken too); None, as they are. The parameters change to it, floating-point inputs of each unit's forward
-            are cast to it, and float32 shards ("masters") are what the optimizer updates.
+            are cast to it, and float32 shards ("masters") are what the optimizer updates. Layers that
+            ``paddle.amp.decorate`` leaves in float32, BatchNorm and those with ``_cast_to_low_precision`` False, stay.
         cast_forward_inputs: False leaves the inputs of units as they are; without ``param_dtype`` it has no effect.
         gather_dtype: dtype that travels in the gather; None, that of the parameters. A 16-bit one under float32
             parameters halves the bytes: layers compute in float32 with values that were rounded to 16 bits, the
             optimizer updates float32 masters that were not.
         reduce_dtype: dtype that travels in the reduction; None, that in which the gradient is accumulated. Sums of what
             travels are formed in float32.
-        main_grad: accumulate gradients in float32 whatever the parameters are, in ``param.main_grad`` in stage 1.
-            Implies float32 masters.
+        main_grad: accumulate gradients in float32 whatever the parameters are; stage 1 then shows those of 16-bit
+            parameters as ``param.main_grad``. Implies float32 masters.
         check_nan_inf: ``"off"``; or count non-finite gradients in each ``step()`` and name bucket and layer: ``"warn"``
             in the log, ``"raise"`` as a StateError on every rank before a parameter has changed.
-        broadcast_buffers: give the first rank's buffers and running statistics, such as BatchNorm's, to all in
-            ``step()``, where a forward has written them; False leaves each rank its own.
+        broadcast_buffers: give the first rank's persistable buffers and running statistics, such as BatchNorm's, to all
+            in ``step()``; those above 256 KB only where a write has left a sign (not one of ``set_value``). False
+            leaves each rank its own.
         gradient_scale: ``"mean"`` over all data ranks, ``"sum"``, or a positive divisor of the sum. Each sum is divided
             once, before clipping and the update.
         timeout_s: seconds that a collective waits for a late rank, and that its transfer may take; beyond them it fails

@@ -135,7 +135,8 @@ class QueuedGathers(Gathers):
 
     def reshard(self, freed: Sequence[int]) -> None:
         """Part of ``Gathers``."""
-        self._keep_writes(takes_back=True)
+        for buffer in self._ready():
+            buffer.keep_writes(takes_back=not self.keeps_full)
         self._pins -= 1
         if self._pins:
             return
@@ -150,7 +151,8 @@ class QueuedGathers(Gathers):
     def begin_step(self) -> None:
         """Part of ``Gathers``."""
         self.start_all()
-        self._keep_writes(takes_back=self._pins > 0)
+        for buffer in self._ready():
+            buffer.keep_writes(takes_back=self._pins > 0 and not self.keeps_full)
 
     def take_update(self, bucket: int) -> None:
         """Part of ``Gathers``."""
@@ -172,13 +174,8 @@ class QueuedGathers(Gathers):
         elif self._ahead is not None:
             self.finish_under_way()
 
-    def _keep_writes(self, *, takes_back: bool) -> None:
-        """Shards get what was written; ``takes_back``: also of parameters that were given other storage."""
-        for buffer in self.buffers:
-            if buffer.status is Status.READY:
-                if takes_back and not self.keeps_full:
-                    buffer.keep_writes()
-                buffer.store_full()  # a write through NumPy, or of an initializer, shows no sign
+    def _ready(self) -> list[FusedCommBuffer]:
+        return [buffer for buffer in self.buffers if buffer.status is Status.READY]
 
     def _free_all(self) -> None:
         self.start_all()

@@ -22,7 +22,7 @@ from . import backward
 from .errors import StateError
 from .gathers import Place
 from .outputs import ATOMS, kept_tensors, tensors_in
-from .precision import cast_inputs
+from .precision import cast_inputs, stays_float32
 from .residency import Call
 
 
@@ -102,13 +102,18 @@ def watch_tensors(target: HookTarget, values: Any, call: Call) -> None:
             tensor.register_hook(hook)
 
 
-def hook_inputs(layer: nn.Layer, dtype: str) -> None:
-    """Has floating-point inputs of the layer's forward cast to ``dtype``, before any other hook sees them."""
+def hook_inputs(layers: Sequence[nn.Layer], dtype: str) -> None:
+    """Has floating-point inputs of each layer's forward cast to ``dtype``, before any other hook sees them.
+
+    Not those of layers whose parameters stay in float32.
+    """
 
     def cast(_: nn.Layer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return cast_inputs(args, dtype), cast_inputs(kwargs, dtype)
 
-    layer.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
+    for layer in layers:
+        if not stays_float32(layer, dtype):
+            layer.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
 
 
 def show_inputs(layer: nn.Layer, look: Callable[[Any], None]) -> None:

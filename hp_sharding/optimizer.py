@@ -156,6 +156,8 @@ class ShardedOptimizer:
         """
         self._schedule.forget_forward()
         self._reducer.clear(set_to_zero)
+        if self._reducer.running is not None:
+            self._reducer.running.drop()
         self._gradients.end_step()
 
     clear_gradients = clear_grad
@@ -303,14 +305,31 @@ class ShardedOptimizer:
                 f"{found}. Load it with the same number of ranks, stage, units, comm_buffer_size_MB and dtypes as it "
                 "was saved"
             )
-        masters = state.pop(_MASTERS_KEY, {})
-        for name, part in self._masters().items():
-            part.copy_(masters[name], False)
+        self._take_masters(state.pop(_MASTERS_KEY, {}))
         self._inner.set_state_dict(state)
 
     def _masters(self) -> dict[str, paddle.Tensor]:
         apart = [buffer for buffer in self.buffers if not buffer.layout.dtypes.shard_is_slice]
         return {buffer.params[piece.param].name: piece.tensor for buffer in apart for piece in buffer.slices}
+
+    @paddle.no_grad()
+    def _take_masters(self, given: dict[str, Any]) -> None:
+        self._schedule.gathers.finish_under_way()  # a gather reads what is written here
+        for buffer in self.buffers:
+            if any(param.name in given for param in buffer.params):
+                buffer.thaw()  # as it had when the state was saved
+        masters = self._masters()
+        for name, part in masters.items():
+            if name not in given or list(given[name].shape) != list(part.shape):
+                found = list(given[name].shape) if name in given else "none"
+                raise ConfigError(
+                    f"rank {self._rank}: 'master_weights' of parameter '{name}': expected {list(part.shape)} elements, "
+                    f"found {found}. Load a state that was saved in the same precision"
+                )
+        for name, part in masters.items():
+            part.copy_(paddle.to_tensor(given[name]).astype(part.dtype), False)
+        for buffer in self.buffers:
+            buffer.follow_shard()
 
     # -- what PaddleNLP-style trainers call ----------------------------------------------------------------------
 
@@ -416,8 +435,8 @@ class ShardedOptimizer:
 
 
 def _size_text(layout: BucketLayout) -> str:
-    kind = "" if layout.dtypes.shard_is_slice else f" ({layout.dtypes.param} of {layout.dtypes.shard})"
-    return f"{layout.numel}{kind}"
+    param, master = layout.dtypes.param, layout.dtypes.sum  # which a frozen one gets when it thaws
+    return str(layout.numel) if param == master == layout.dtypes.gather else f"{layout.numel} ({param} of {master})"
 
 
 _LAYOUT_KEY = "hp_sharding_layout"

@@ -6,18 +6,23 @@ optimizer updates, is that of Micikevicius et al., "Mixed Precision Training" (2
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import paddle
 from paddle import nn
-from paddle.amp.auto_cast import amp_global_state
+from paddle.amp.auto_cast import amp_global_state, need_keep_fp32
 from paddle.base.framework import EagerParamBase
 
 from .comm import cast_into
 from .config import SHORT_DTYPES, ShardingConfig
 from .errors import ConfigError
 from .layout import Dtypes
+from .units import UnitParam
+from .views import dense, point_at
 
 
 def dtype_name(tensor: paddle.Tensor) -> str:
@@ -41,6 +46,33 @@ def with_master_grad(model: nn.Layer, config: ShardingConfig) -> ShardingConfig:
     wanted = {id(param) for param in amp.model_parameters} if amp.use_master_grad else set()
     asked = any(id(param) in wanted for param in model.parameters())
     return dataclasses.replace(config, main_grad=True) if asked and not config.main_grad else config
+
+
+def stays_float32(layer: nn.Layer, dtype: str) -> bool:
+    """Whether ``paddle.amp.decorate`` would leave the layer in float32: BatchNorm, say, or one that was excluded."""
+    return dtype in SHORT_DTYPES and bool(need_keep_fp32(layer, dtype))
+
+
+def cast_unsharded(params: Sequence[UnitParam], sharded: Sequence[UnitParam], exempt: set[int], dtype: str) -> None:
+    """``param_dtype`` for floating-point parameters that are in no bucket, since the optimizer does not hold them."""
+    left_out = {id(entry.param) for entry in sharded} | exempt
+    for entry in params:
+        param = entry.param
+        if id(param) not in left_out and dtype_name(param) in ("float32", *SHORT_DTYPES):
+            cast = EagerParamBase.detach(param).astype(dtype)
+            point_at([dense(cast)], [param])
+
+
+def kept_as_they_are(model: nn.Layer, dtype: str | None) -> set[int]:
+    """Parameters, by id, that ``param_dtype`` leaves alone: those that ``paddle.amp.decorate`` would leave in float32.
+
+    They are BatchNorm's, with float16 also those of other norms, and of layers that are excluded from decorating
+    (``layer._cast_to_low_precision = False``).
+    """
+    if dtype is None:
+        return set()
+    layers = [layer for layer in model.sublayers(include_self=True) if stays_float32(layer, dtype)]
+    return {id(param) for layer in layers for param in layer._parameters.values() if param is not None}
 
 
 def bucket_dtypes(param: EagerParamBase, name: str, config: ShardingConfig, *, masters: bool) -> Dtypes:
@@ -85,22 +117,32 @@ def keep_changes(shard: paddle.Tensor, value: paddle.Tensor, gather_dtype: str) 
     """
     travelled = paddle.empty(shard.shape, gather_dtype)
     cast_into(travelled, shard)
-    seen, now = travelled.astype("float32"), value.astype("float32")
+    rounded = travelled
+    if value.dtype != travelled.dtype:
+        rounded = paddle.empty(value.shape, value.dtype)
+        cast_into(rounded, travelled)
+    if value.place.is_cpu_place() and np.array_equal(rounded.numpy(), value.numpy()):
+        return  # a tenth of the time of what follows
+    seen, now = rounded.astype("float32"), value.astype("float32")
     shard.copy_(paddle.where(seen == now, shard.astype("float32"), now).astype(shard.dtype), False)
 
 
 def cast_inputs(values: Any, dtype: str) -> Any:
     """``values`` with each floating-point tensor in it, also in lists, tuples and dicts, cast to ``dtype``.
 
-    Containers in which nothing changes are returned as they are.
+    Containers in which nothing changes are returned as they are; of the others the caller keeps what they have.
     """
     if isinstance(values, paddle.Tensor):
         return values.astype(dtype) if values.is_floating_point() and dtype_name(values) != dtype else values
-    if type(values) is dict:
-        cast = {key: cast_inputs(value, dtype) for key, value in values.items()}
-        return cast if any(cast[key] is not values[key] for key in cast) else values
-    if type(values) in (list, tuple):
-        items = [cast_inputs(value, dtype) for value in values]
-        changed = any(item is not value for item, value in zip(items, values, strict=True))
-        return type(values)(items) if changed else values
-    return values
+    if not isinstance(values, (dict, list, tuple)):
+        return values
+    parts = list(values.values()) if isinstance(values, dict) else list(values)
+    cast = [cast_inputs(part, dtype) for part in parts]
+    if all(new is old for new, old in zip(cast, parts, strict=True)):
+        return values
+    if isinstance(values, tuple):
+        return type(values)(*cast) if hasattr(values, "_fields") else type(values)(cast)
+    changed = copy.copy(values)
+    for key, part in zip(values if isinstance(values, dict) else range(len(cast)), cast, strict=True):
+        changed[key] = part
+    return changed

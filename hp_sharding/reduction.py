@@ -185,6 +185,8 @@ class Reducer:
         if not self._armed:
             return
         self._armed = False
+        if self.running is not None:
+            self.running.look()
         if not self.sync:
             self._unreduced = True
             return
@@ -321,6 +323,9 @@ class Reducer:
         if not (self._rules.keeps_gradient and set_to_zero):
             # Otherwise ``param.grad`` is a view of the storage and becomes zero where it lies.
             buffer.gradient.filled[index] = False
+        main = getattr(buffer.params[index], "main_grad", None)
+        if main is not None:
+            main.zero_() if set_to_zero else setattr(buffer.params[index], "main_grad", None)
 
     def adopt_order(self, order: list[int]) -> None:
         """Takes the order that rank 0 published."""

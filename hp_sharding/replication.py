@@ -67,7 +67,8 @@ class Replicator:
         names = [self._layouts[bucket].name for bucket in run.buckets]
         label = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         dtypes = self._layouts[run.buckets[0]].dtypes
-        wire_dtype = None if dtypes.reduce == dtypes.sum else dtypes.reduce
+        # What a shard group has summed up may be more than float16 can hold, though none of its terms was.
+        wire_dtype = None if dtypes.reduce in (dtypes.sum, "float16") else dtypes.reduce
         work = self._lane.all_reduce(run.tensor, label=label, after=self._last, wire_dtype=wire_dtype)
         self._timeline.watch(work)
         self._works.update(dict.fromkeys(run.buckets, work))

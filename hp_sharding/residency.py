@@ -304,7 +304,7 @@ class UnitGathers(Gathers):
     def _keep_writes(self) -> None:
         for buffer in self.buffers:
             if buffer.status is Status.READY:
-                _keep_writes(buffer)
+                buffer.keep_writes()
 
     def _next_units(self) -> list[int]:
         return self.foresight.ahead(self._ahead + 1, self._uncounted) if self._ahead else []
@@ -405,7 +405,7 @@ class UnitGathers(Gathers):
             for bucket in self._rules.unit_buckets[unit]:
                 self.finish(bucket)
                 if self.buffers[bucket].status is Status.READY:
-                    _keep_writes(self.buffers[bucket])
+                    self.buffers[bucket].keep_writes()
                     self.buffers[bucket].free()
 
     def _start_unit(self, unit: int) -> None:
@@ -426,12 +426,6 @@ class UnitGathers(Gathers):
 
     def _trains(self, place: tuple[int, int]) -> bool:
         return not self.buffers[place[0]].params[place[1]].stop_gradient
-
-
-def _keep_writes(buffer: FusedCommBuffer) -> None:
-    """The shard of a READY buffer gets all that was written to the parameters."""
-    buffer.keep_writes()
-    buffer.store_full()  # a write through NumPy, or of an initializer, shows no sign
 
 
 SMALL = 8

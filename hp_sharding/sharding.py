@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,11 +26,11 @@ from .comm import (
 )  # fmt: skip
 from .config import ShardingConfig
 from .errors import ConfigError
-from .layout import ITEM_BYTES, BucketLayout, BucketRules, Dtypes, ParamSpec, plan_buckets
+from .layout import ITEM_BYTES, BucketLayout, BucketRules, ParamSpec, plan_buckets
 from .optimizer import ShardedOptimizer
 from .plain import PlainOptimizer
 from .pool import DTYPES, DevicePool, StoragePool
-from .precision import bucket_dtypes, dtype_name, has_masters, with_master_grad
+from .precision import bucket_dtypes, cast_unsharded, dtype_name, has_masters, kept_as_they_are, with_master_grad
 from .reduction import ReduceLanes, Reducer, ReduceRules
 from .running import RunningState
 from .schedule import Schedule, keep_schedule, schedule_of
@@ -238,9 +239,15 @@ def check_dtypes(model: nn.Layer, optimizer: paddle.optimizer.Optimizer, config:
     """Raises ConfigError for a dtype setting that some parameter cannot honour."""
     held = {id(param) for param in optimizer_params(optimizer)}
     masters = has_masters(optimizer, config)
+    exempt = kept_as_they_are(model, config.param_dtype)
     for name, param in model.named_parameters():
         if _is_sharded(param, held, config):
-            bucket_dtypes(param, name, config, masters=masters)
+            bucket_dtypes(param, name, _config_for(param, exempt, config), masters=masters)
+
+
+def _config_for(param: EagerParamBase, exempt: set[int], config: ShardingConfig) -> ShardingConfig:
+    """The settings for one parameter: those that must stay exact are, on their way too."""
+    return dataclasses.replace(config, param_dtype=None, gather_dtype=None) if id(param) in exempt else config
 
 
 def build(
@@ -271,7 +278,9 @@ def build(
         lanes = compared.watch({name: lane for name, lane in lanes.items() if name != fingerprint.LANE})
     gather = lanes["gather"]
     masters = has_masters(optimizer, config)
-    layouts = _plan_layouts(plan, entries, config, gather.nranks, masters=masters)
+    exempt = kept_as_they_are(model, config.param_dtype)
+    specs = [_spec(entry, _config_for(entry.param, exempt, config), masters=masters) for entry in entries]
+    layouts = _plan_layouts(plan, specs, config, gather.nranks)
     status = Status.SHARDED if config.stage == 3 else Status.READY
     on_device = current_device().has_streams
     pool = pool or (DevicePool() if on_device else StoragePool())
@@ -307,9 +316,10 @@ def build(
         fingerprint=compared,
     )
     keep_schedule(model, schedule)
-    if config.param_dtype is not None and config.cast_forward_inputs:
-        for unit in plan.units:
-            hooks.hook_inputs(unit.layer, config.param_dtype)
+    if config.param_dtype is not None:
+        cast_unsharded(plan.params, entries, exempt, config.param_dtype)
+        if config.cast_forward_inputs:
+            hooks.hook_inputs([unit.layer for unit in plan.units], config.param_dtype)
     _log_layout(layouts, gather, n_replicas, config)
     return sharded
 
@@ -371,14 +381,14 @@ def _members(layout: BucketLayout, entries: Sequence[UnitParam]) -> list[EagerPa
 
 
 def _plan_layouts(
-    plan: UnitPlan, entries: Sequence[UnitParam], config: ShardingConfig, nranks: int, *, masters: bool
+    plan: UnitPlan, specs: Sequence[ParamSpec], config: ShardingConfig, nranks: int
 ) -> list[BucketLayout]:
-    specs = [_spec(entry, bucket_dtypes(entry.param, entry.name, config, masters=masters)) for entry in entries]
     rules = BucketRules(nranks, config.comm_buffer_bytes, config.comm_fusion, merge_units=config.stage < 3)
     return plan_buckets(specs, [unit.name for unit in plan.units], rules)
 
 
-def _spec(entry: UnitParam, dtypes: Dtypes) -> ParamSpec:
+def _spec(entry: UnitParam, config: ShardingConfig, *, masters: bool) -> ParamSpec:
+    dtypes = bucket_dtypes(entry.param, entry.name, config, masters=masters)
     return ParamSpec(
         name=entry.name,
         numel=int(entry.param.size),

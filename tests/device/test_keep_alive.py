@@ -23,13 +23,13 @@ from hp_sharding import full_parameters
 from hp_sharding.buffer import FusedCommBuffer, Status
 from hp_sharding.comm import Communicator, Stall, close_all, create_communicators, stream_group
 from hp_sharding.errors import CommError, HpShardingError
-from tests.device import standin
+from tests.device import late_state, standin
 from tests.device.gates import DeviceGate
 from tests.device.running import on_device, start
 from tests.dist import test_accumulation, test_branches, test_clip, test_params, test_replicas
 from tests.lanes import Wrapped, wrap
 from tests.models import loss_of, loss_on, make_batch, make_model, make_optimizer
-from tests.reference import Values, statistics
+from tests.reference import Values
 from tests.sides import BOTH, SETTINGS, Factory, Settings, compare
 from tests.unit.test_comm_contract import SEEN_S
 
@@ -61,22 +61,6 @@ def _trained(new: Factory, name: str) -> dict[str, Values]:
         side.step()
         side.clear_grad()
     return {"end": side.values()}
-
-
-def _normed(new: Factory) -> dict[str, Values]:
-    """Running statistics are those of the first rank."""
-    side = new(lambda: make_model("conv"), lambda model: make_optimizer("SGD", model))
-    for step in range(2):
-        side.backward(loss_on(side.model, "conv", step))
-        side.step()
-        side.clear_grad()
-    return {"statistics": statistics(side.model) if side.sharded else side._runs.statistics[0]}
-
-
-def _late_statistics(rank: int, nranks: int) -> None:
-    """They are on their way for longer than the whole step takes."""
-    standin.Device().set_pace(standin.Pace(latency_ms=100.0, slowed=("broadcast",)))
-    compare(rank, nranks, _normed, {"stage 2": SETTINGS["stage 2"]}, _ORDER)
 
 
 def _thrown_away(new: Factory) -> dict[str, Values]:
@@ -128,20 +112,6 @@ def _replicated_at_the_step(new: Factory) -> dict[str, Values]:
 
 def _like_plain(scenario: Callable[..., Any], settings: Settings, name: str, *args: Any, nranks: int = 2) -> Play:
     return Play(nranks, compare, (scenario, {name: settings[name]}, _ORDER, *args))
-
-
-def _begun_alike(rank: int, nranks: int) -> None:
-    """All ranks have the values of the first one as soon as they are wrapped."""
-    paddle.seed(0)
-    expected = nn.Linear(16, 16).weight.numpy().copy()
-    paddle.seed(rank)
-    model = nn.Linear(16, 16)
-    wrapped = wrap(model, make_optimizer("SGD", model), nranks, **SETTINGS["stage 2"])
-    with full_parameters(wrapped.model):
-        np.testing.assert_array_equal(model.weight.numpy(), expected)
-
-
-# ---- what a step leaves behind ----
 
 
 def _wrap(nranks: int, **settings: Any) -> Wrapped:
@@ -257,28 +227,13 @@ def _timed(rank: int, nranks: int) -> None:
         _assert_there(wrapped.model.parameters())
 
 
-def _step_inside(rank: int, nranks: int) -> None:
-    wrapped = _wrap(nranks, **SETTINGS["stage 3"])
+def _step_inside(rank: int, nranks: int, settings: dict[str, Any]) -> None:
+    wrapped = _wrap(nranks, **settings)
     params = wrapped.model.parameters()
     loss_of(wrapped.model, make_batch("mlp", 0, rank)).backward()
     with full_parameters(wrapped.model):
         wrapped.optimizer.step()
         _assert_there(params)
-
-
-def _written_at_once(rank: int, nranks: int) -> None:
-    """A value as wide as the master, while the gather is on its way that would overwrite it."""
-    settings = {"stage": 2, **BOTH, "gather_dtype": "bfloat16", "param_dtype": "bfloat16", "cast_forward_inputs": False}
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    model, optimizer, _ = wrap(model, paddle.optimizer.SGD(0.1, parameters=model.parameters()), nranks, **settings)
-    params = model.parameters()  # asked for later, they would be waited for
-    sum((param.astype("float32") ** 2).sum() for param in params).backward()
-    optimizer.step()
-    optimizer.clear_grad()
-    for number, param in enumerate(params):
-        param.set_value(paddle.full(param.shape, 1.5 + number))
-    for number, param in enumerate(params):
-        np.testing.assert_array_equal(param.astype("float32").numpy(), np.full(param.shape, 1.5 + number, np.float32))
 
 
 def _read_by_hand(rank: int, nranks: int) -> None:
@@ -413,7 +368,7 @@ def _raised_midway(rank: int, nranks: int) -> None:
 
 PLAYS: dict[str, Play] = {
     **{name: _like_plain(_trained, SETTINGS, name, "mlp") for name in ("stage 2", "stage 3")},
-    "normed": Play(2, _late_statistics),
+    "normed": Play(2, late_state.late_statistics),
     "clips": _like_plain(test_clip._clipped, SETTINGS, "stage 2", "mlp", "SGD", "global norm", 2, ""),
     "full grad": _like_plain(test_accumulation._with_full_grad, SETTINGS, "stage 2"),
     "cleared by hand": _like_plain(test_accumulation._cleared_elsewhere, SETTINGS, "stage 2", "each"),
@@ -430,12 +385,13 @@ PLAYS: dict[str, Play] = {
         test_branches._branches, test_replicas.SETTINGS, "stage 2", "another order on each rank", 5, nranks=4
     ),
     "recurrent": _like_plain(test_params._train_module, SETTINGS, "stage 2", "recurrent"),
-    "begun alike": Play(2, _begun_alike),
+    "begun alike": Play(2, late_state.begun_alike),
     "full parameters": Play(2, _full_parameters, (SETTINGS["stage 2"],)),
     "full parameters, stage 3": Play(2, _full_parameters, (SETTINGS["stage 3"],)),
-    "step inside, stage 3": Play(2, _step_inside),
+    "step inside": Play(2, _step_inside, (SETTINGS["stage 2"],)),
+    "step inside, stage 3": Play(2, _step_inside, (SETTINGS["stage 3"],)),
     "read by hand": Play(2, _read_by_hand),
-    "written at once": Play(2, _written_at_once),
+    "written at once": Play(2, late_state.written_at_once),
     "used by hand": Play(2, _used_by_hand),
     "without overlap": Play(2, _without_overlap),
     "freed": Play(2, _freed),

@@ -53,12 +53,12 @@ class _Average:
 
 def _averaged(new: Factory) -> dict[str, Values]:
     """The average is evaluated in the middle of the training, inside and outside ``full_parameters``."""
-    side = new(lambda: make_model("gpt"), lambda model: make_optimizer("AdamW", model))
+    side = new(lambda: make_model("mlp"), lambda model: make_optimizer("AdamW", model))
     with full_parameters(side.model):
         average, twin = _Average(side.model), copy.deepcopy(side.model)
     found: dict[str, Values] = {}
-    for step in range(4):
-        side.backward(loss_on(side.model, "gpt", step))
+    for step in range(3):
+        side.backward(loss_on(side.model, "mlp", step))
         side.step()
         side.clear_grad()
         with full_parameters(side.model):
@@ -81,7 +81,7 @@ def _follow(twin: nn.Layer, model: nn.Layer) -> None:
 def _evaluate(model: nn.Layer) -> Any:
     model.eval()
     with paddle.no_grad():
-        output = model(make_batch("gpt", 99, 0)[0]).numpy().copy()
+        output = model(make_batch("mlp", 99, 0)[0]).numpy().copy()
     model.train()
     return output
 

@@ -9,6 +9,7 @@ import paddle
 import pytest
 from paddle import nn
 
+from hp_sharding.running import ALWAYS_BYTES
 from tests import harness
 from tests.lanes import wrap
 from tests.sides import BOTH
@@ -26,10 +27,14 @@ class _Net(nn.Layer):
         super().__init__()
         self.layers = nn.LayerList([nn.Linear(6, 6), nn.BatchNorm1D(6), nn.SyncBatchNorm(6), nn.Linear(6, 3)])
         self.register_buffer("sum", paddle.zeros([3]))
-        self.register_buffer("mean", paddle.zeros([], "float64"), persistable=False)
+        self.register_buffer("mean", paddle.zeros([], "float64"))
+        self.register_buffer("last", paddle.zeros([5, 6]), persistable=False)
         self.register_buffer("count", paddle.zeros([1], "int64"))
         self.register_buffer("alone", paddle.zeros([2]))
         self.register_buffer("seen", paddle.zeros([4], "bool"))
+        self.register_buffer("quiet", paddle.zeros([2]))
+        self.register_buffer("large", paddle.zeros([ALWAYS_BYTES]))
+        self.register_buffer("centre", paddle.zeros([3]))
         self.register_buffer("constant", paddle.arange(5))
 
     def forward(self, x: paddle.Tensor, rank: int) -> paddle.Tensor:
@@ -38,16 +43,19 @@ class _Net(nn.Layer):
         with paddle.no_grad():
             self.sum.add_(y.sum(axis=0))
             self.mean = y.mean().astype("float64").reshape([])
+            self.last = x
             self.count = self.count + rank + 1
             self.seen = self.seen.logical_or(paddle.to_tensor([rank == 0, rank == 1, True, False]))
             if rank == 1:
                 self.alone.fill_(7.0)
+            self.quiet.set_value(y[0, :2])  # leaves no sign
+            self.large[rank + 1] = 5.0
         return y
 
 
 def _state(model: _Net) -> dict[str, np.ndarray[Any, Any]]:
     norm = model.layers[1]
-    buffers = {name: buffer.numpy().copy() for name, buffer in model.named_buffers()}
+    buffers = {name: buffer.numpy().copy() for name, buffer in model.named_buffers() if name != "last"}
     return {**buffers, "norm mean": norm._mean.numpy().copy(), "norm variance": norm._variance.numpy().copy()}
 
 
@@ -59,10 +67,14 @@ def _run(rank: int, nranks: int, n_replicas: int, settings: dict[str, Any]) -> t
     before, after = [], []
     for step in range(STEPS):
         paddle.seed(100 * step + rank)
-        model(paddle.randn([5, 6]), rank).square().mean().backward()
+        x = paddle.randn([5, 6])
+        kept = x.numpy().copy()
+        model(x, rank).square().mean().backward()
         before.append(_state(model))
+        model.centre.fill_(step + 0.1 * rank)  # between backward and step: it is given out with the next one
         optimizer.step()
         optimizer.clear_grad()
+        np.testing.assert_array_equal(x.numpy(), kept, err_msg="what a layer merely keeps was overwritten")
         after.append(_state(model))
     model.eval()
     n_calls = len(calls)
@@ -79,7 +91,10 @@ def test_all_ranks_end_a_step_with_the_first_ones(nranks: int, n_replicas: int, 
     for rank, (own, after, late_calls) in enumerate(everyone):
         for step in range(STEPS):
             for name, value in first[step].items():
-                np.testing.assert_array_equal(after[step][name], value, err_msg=f"{rank}, {step}, {name}", strict=True)
+                if name != "centre":
+                    place = f"{rank}, {step}, {name}"
+                    np.testing.assert_array_equal(after[step][name], value, err_msg=place, strict=True)
+            assert abs(after[step]["centre"] - step).max() <= 0.1 * rank + 1e-6, "it drifts"
         if rank:
             assert (own[0]["norm mean"] != first[0]["norm mean"]).any()
             assert own[0]["sum"].tolist() != first[0]["sum"].tolist()
@@ -91,6 +106,8 @@ def test_each_rank_may_keep_its_own() -> None:
     for own, after, _ in everyone:
         for step in range(STEPS):
             for name, value in own[step].items():
+                if name == "centre":
+                    continue
                 np.testing.assert_array_equal(after[step][name], value, err_msg=name)
     assert everyone[1][1][-1]["alone"].tolist() == [7, 7]
     assert everyone[0][1][-1]["alone"].tolist() == [0, 0]

@@ -56,9 +56,16 @@ WAITS = [
     Break(
         "gathers.py",
         "full_parameters does not wait",
-        "        self.finish_under_way()\n        return freed",
-        "        return freed",
+        "        self.finish_under_way()\n        self._pins",
+        "        self._pins",
         (played("full parameters"),),
+    ),
+    Break(
+        "gathers.py",
+        "a step inside full_parameters does not wait for its gathers, stages 1 and 2",
+        "            self._stepped = not self.keeps_full\n            self.finish_under_way()\n",
+        "            self._stepped = not self.keeps_full\n",
+        (played("step inside"),),
     ),
     Break(
         "gathers.py",
