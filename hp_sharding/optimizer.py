@@ -286,8 +286,8 @@ class ShardedOptimizer:
         ``"master_weights"`` holds the float32 parts of the parameters by name, as Paddle's optimizers have it.
         """
         state = {**self._inner.state_dict(), _LAYOUT_KEY: self._layout_id()}
-        masters = self._masters()
-        return {**state, _MASTERS_KEY: masters} if masters else state
+        is_mixed = any(not buffer.layout.dtypes.shard_is_slice for buffer in self.buffers)
+        return {**state, _MASTERS_KEY: self._masters()} if is_mixed else state
 
     def set_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what ``state_dict`` gave on the same rank of the same layout.
@@ -327,7 +327,8 @@ class ShardedOptimizer:
                     f"found {found}. Load a state that was saved in the same precision"
                 )
         for name, part in masters.items():
-            part.copy_(paddle.to_tensor(given[name]).astype(part.dtype), False)
+            value = given[name] if isinstance(given[name], paddle.Tensor) else paddle.to_tensor(given[name])
+            part.copy_(value.astype(part.dtype), False)
         for buffer in self.buffers:
             buffer.follow_shard()
 

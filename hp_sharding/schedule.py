@@ -281,7 +281,8 @@ class Schedule:
         if place is None or not self.buffers[place.bucket].takes_as_master(place.slot, value):
             return False
         self.make_readable(param)
-        self.buffers[place.bucket].write_master(place.slot, paddle.to_tensor(value))
+        tensor = value if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)
+        self.buffers[place.bucket].write_master(place.slot, tensor)
         return True
 
     def note_late(self, name: str, param: EagerParamBase) -> None:

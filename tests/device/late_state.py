@@ -7,6 +7,7 @@ import paddle
 from paddle import nn
 
 from hp_sharding import full_parameters
+from hp_sharding.optimizer import ShardedOptimizer
 from tests.device import standin
 from tests.lanes import wrap
 from tests.models import loss_on, make_model, make_optimizer
@@ -39,9 +40,7 @@ def written_at_once(rank: int, nranks: int) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     model, optimizer, _ = wrap(model, paddle.optimizer.SGD(0.1, parameters=model.parameters()), nranks, **settings)
     params = model.parameters()  # asked for later, they would be waited for
-    sum((param.astype("float32") ** 2).sum() for param in params).backward()
-    optimizer.step()
-    optimizer.clear_grad()
+    _step_of_squares(params, optimizer)
     for number, param in enumerate(params):
         param.set_value(paddle.full(param.shape, 1.5 + number))
     for number, param in enumerate(params):
@@ -60,3 +59,28 @@ def begun_alike(rank: int, nranks: int) -> None:
 
 
 # ---- what a step leaves behind ----
+
+
+def loaded_at_once(rank: int, nranks: int) -> None:
+    """A state is loaded while gathers read what it goes into: the optimizer's first, then the model's."""
+    settings = {"stage": 2, **BOTH, "param_dtype": "bfloat16", "cast_forward_inputs": False}
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model, optimizer, _ = wrap(model, paddle.optimizer.SGD(0.1, parameters=model.parameters()), nranks, **settings)
+    params = model.parameters()
+    _step_of_squares(params, optimizer)
+    saved = [buffer.shard.numpy().copy() for buffer in optimizer.buffers]
+    weights = [param.clone() for param in params]
+    masters = {name: part.clone() for name, part in optimizer.state_dict()["master_weights"].items()}
+    state = {**optimizer.state_dict(), "master_weights": masters}
+    _step_of_squares(params, optimizer)
+    optimizer.set_state_dict(state)
+    for param, weight in zip(params, weights, strict=True):
+        param.set_value(weight)
+    for buffer, expected in zip(optimizer.buffers, saved, strict=True):
+        np.testing.assert_array_equal(buffer.shard.numpy(), expected)
+
+
+def _step_of_squares(params: list[paddle.Tensor], optimizer: ShardedOptimizer) -> None:
+    sum((param.astype("float32") ** 2).sum() for param in params).backward()
+    optimizer.step()
+    optimizer.clear_grad()

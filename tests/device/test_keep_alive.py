@@ -392,6 +392,7 @@ PLAYS: dict[str, Play] = {
     "step inside, stage 3": Play(2, _step_inside, (SETTINGS["stage 3"],)),
     "read by hand": Play(2, _read_by_hand),
     "written at once": Play(2, late_state.written_at_once),
+    "loaded at once": Play(2, late_state.loaded_at_once),
     "used by hand": Play(2, _used_by_hand),
     "without overlap": Play(2, _without_overlap),
     "freed": Play(2, _freed),
