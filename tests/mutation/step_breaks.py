@@ -394,8 +394,8 @@ WAITS = [
     Break(
         "schedule.py",
         "a master is written while its parameter is gathered",
-        "        self.make_readable(param)\n        self.buffers[place.bucket].write_master",
-        "        self.buffers[place.bucket].write_master",
+        "        self.make_readable(param)\n        tensor = value",
+        "        tensor = value",
         (played("written at once"),),
     ),
     Break(
