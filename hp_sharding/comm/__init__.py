@@ -9,7 +9,7 @@ import paddle
 
 from ..errors import ConfigError
 from .communicator import Communicator, Stall, Work
-from .convert import add_into, cast_into
+from .convert import add_into, cast_into, is_rounded
 from .device import Device, allocated_bytes, current_device, host_tensor
 from .fingerprint import Fingerprint
 from .rendezvous import collision_free_groups
@@ -28,6 +28,7 @@ __all__ = [
     "create_communicators",
     "current_device",
     "host_tensor",
+    "is_rounded",
 ]
 
 

@@ -46,6 +46,34 @@ def add_into(out: paddle.Tensor, source: paddle.Tensor) -> None:
     _add(_array(out, to), to, _array(source, of), of)
 
 
+def is_rounded(value: paddle.Tensor, source: paddle.Tensor, dtype: str) -> bool:
+    """Whether ``value`` holds the bits of ``source`` rounded to ``dtype``, both on CPU.
+
+    Args:
+        value: contiguous, of ``dtype`` or float32.
+        source: contiguous, float32, of as many elements.
+        dtype: ``"float16"`` or ``"bfloat16"``, or ``"float32"`` for no rounding.
+
+    Raises:
+        ConfigError: the two do not fit each other.
+    """
+    seen, of = _types("is_rounded", value, source)
+    through = next(element for element in ELEMENT_TYPES.values() if element.name == dtype)
+    return _is_rounded(_array(value, seen), seen, _array(source, of), through)
+
+
+@QUIETLY
+def _is_rounded(value: Array, seen: ElementType, source: Array, through: ElementType) -> bool:
+    bits = f"u{seen.item_bytes}"
+    for block in blocks(len(value)):
+        rounded = np.empty(len(value[block]), through.storage)
+        narrow(rounded, source[block], through)
+        expected = rounded if seen is through else widen(rounded, through)
+        if not np.array_equal(value[block].view(bits), expected.view(bits)):
+            return False
+    return True
+
+
 @QUIETLY
 def _add(out: Array, to: ElementType, source: Array, of: ElementType) -> None:
     for block in blocks(len(out)):

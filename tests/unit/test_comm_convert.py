@@ -12,7 +12,7 @@ import numpy.typing as npt
 import paddle
 import pytest
 
-from hp_sharding.comm import add_into, cast_into
+from hp_sharding.comm import add_into, cast_into, is_rounded
 from hp_sharding.comm.memory import ELEMENT_TYPES
 from hp_sharding.comm.rounding import convert, convert_backwards
 from hp_sharding.errors import ConfigError
@@ -170,3 +170,17 @@ def test_memory_may_be_shared_where_a_conversion_says_so(name: str, numel: int) 
         round_it(part, narrow, memory, wide)
         widen_it(memory, wide, part, narrow)
         assert_same_bits(memory, expected)
+
+
+@pytest.mark.parametrize(("seen", "through"), [("bfloat16",) * 2, ("float16",) * 2, ("float32", "bfloat16")])
+def test_what_was_rounded_is_told_from_what_was_written(seen: str, through: str) -> None:
+    source = paddle.to_tensor(np.random.default_rng(3).standard_normal(70_000).astype(np.float32))
+    source[5:9] = paddle.to_tensor([float("nan"), float("inf"), 1e-42, -0.0])
+    travelled, value = paddle.empty(source.shape, through), paddle.empty(source.shape, seen)
+    cast_into(travelled, source)
+    cast_into(value, travelled)
+    assert is_rounded(value, source, through)
+    for place in (0, 5, 69_999):
+        changed = value.clone()
+        changed[place] = 0.5
+        assert not is_rounded(changed, source, through)
