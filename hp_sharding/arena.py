@@ -185,10 +185,12 @@ class GradientArena:
         self._holds[index] = self._averaged[index] = self._edited[index] = self._dirty[index] = True
 
     def take_all_values(self) -> None:
-        """The same for all buckets that hold a sum."""
+        """The same for all buckets that hold a sum. The others' slices, too, may have been written to."""
         for index in range(len(self._layouts)):
             if self._holds[index]:
                 self.take_values(index)
+            elif index in self._places[Place.MAIN].starts:
+                self._dirty[index] = True
 
     def is_edited(self, index: int) -> bool:
         """Whether the bucket holds values that no reduction could bring back."""

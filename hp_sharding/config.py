@@ -80,7 +80,7 @@ class ShardingConfig:
             parameters halves the bytes: layers compute in float32 with values that were rounded to 16 bits, the
             optimizer updates float32 masters that were not.
         reduce_dtype: dtype that travels in the reduction; None, that in which the gradient is accumulated. Sums of what
-            travels are formed in float32.
+            travels are formed in float32. Implies float32 masters.
         main_grad: accumulate gradients in float32 whatever the parameters are; stage 1 then shows those of 16-bit
             parameters as ``param.main_grad``. Implies float32 masters.
         check_nan_inf: ``"off"``; or count non-finite gradients in each ``step()`` and name bucket and layer: ``"warn"``

@@ -56,8 +56,10 @@ class Gathers(abc.ABC):
         work = buffer.gather_work
         assert work is not None
         self._timeline.wait(work)
-        buffer.finish_gather()
-        self._under_way -= 1
+        try:
+            buffer.finish_gather()
+        finally:
+            self._under_way -= buffer.gather_work is None
 
     def finish_under_way(self) -> None:
         """Waits for every gather under way."""
@@ -135,9 +137,11 @@ class QueuedGathers(Gathers):
 
     def reshard(self, freed: Sequence[int]) -> None:
         """Part of ``Gathers``."""
-        for buffer in self._ready():
-            buffer.keep_writes(takes_back=not self.keeps_full)
-        self._pins -= 1
+        try:
+            for buffer in self._ready():
+                buffer.keep_writes(takes_back=not self.keeps_full)
+        finally:
+            self._pins -= 1
         if self._pins:
             return
         if self._stepped:

@@ -68,7 +68,7 @@ class ReducedGradients:
         self._arena = arena
         self._updates = updates
         self._check = check
-        self._is_checked = False
+        self._checked_round = -1
         self._verdict: paddle.Tensor | None = None
 
     def settle(self) -> bool:
@@ -85,14 +85,14 @@ class ReducedGradients:
 
     def clip_for_step(self) -> None:
         """Clips by the norms that the optimizer was given, and checks, where that was asked for. Collective."""
-        check = None if self._is_checked else self._check
+        check = None if self._checked_round == self._reducer.round else self._check
         if check is not None or self._updates.clips_by_norm:
             self.finish()
             self._updates.clip(check)
 
     def end_step(self) -> None:
         """The gradients have been used, or forgotten: what was said of them counts no longer."""
-        self._is_checked = False
+        self._checked_round = -1
         self._verdict = None
 
     def norm(self) -> paddle.Tensor:
@@ -104,8 +104,10 @@ class ReducedGradients:
         """See ``ShardedOptimizer.clip_grad_norm``."""
         check_norm_type(norm_type)
         self._collect()
-        norm = self._updates.norm(self._check)
-        self._is_checked = True
+        # What a scaler has found is the scaler's affair: it skips the step and lowers the scale.
+        scaled_badly = self._check is not None and self._verdict is not None and bool(self._verdict)
+        norm = self._updates.norm(None if scaled_badly else self._check)
+        self._checked_round = self._reducer.round
         if error_if_nonfinite:
             check_finite_norm(norm, f"rank {self._reducer.rank}: ")
         scale_by_norm(self._arena.tensors, norm, float(max_norm))
@@ -138,11 +140,15 @@ class ReducedGradients:
                 own = given._slice(piece.param_offset_numel, piece.param_offset_numel + piece.numel)
                 cast_into(shard._slice(piece.shard_offset_numel, piece.shard_offset_numel + piece.numel), own)
         self._reducer.used[bucket][index] = True
+        self._checked_round = -1
 
     def local(self) -> list[LocalGrad]:
         """See ``ShardedOptimizer.local_grads``."""
         self._collect()
-        self._arena.take_all_values()
+        self._checked_round = -1
+        for bucket, used in enumerate(self._reducer.used):
+            if any(used):
+                self._arena.take_values(bucket)
         return [grad for buffer in self._buffers for grad in self._local_of(buffer)]
 
     def for_scaler(self) -> list[paddle.Tensor]:
@@ -173,6 +179,8 @@ class ReducedGradients:
     def _collect(self) -> None:
         self.settle()
         self.finish()
+        for bucket in range(len(self._buffers)):
+            self._updates.is_due(bucket, self._reducer.used)  # one that has thawed takes part from now on
 
     def _finish_bucket(self, bucket: int) -> paddle.Tensor:
         self._arena.zero_unsummed()

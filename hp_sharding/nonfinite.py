@@ -92,6 +92,9 @@ class NonFiniteCheck:
         buffer, reduced = self._buffers[bucket], self._arena.slice(bucket)
         counts = [paddle.zeros([], "int64") for _ in buffer.params]
         for piece in buffer.slices:
+            split = getattr(buffer.params[piece.param], "is_distributed", False)
+            if not (split or self._sums.is_first_of_tensor):
+                continue  # the tensor-parallel ranks have the same, and it counts once
             counts[piece.param] = count_nonfinite(reduced._slice(piece.start_numel, piece.start_numel + piece.numel))
         return paddle.stack(counts)
 

@@ -66,7 +66,6 @@ class ShardedOptimizer:
         self._fingerprint = fingerprint
         self.param2bucket = {name: [schedule.buffers[bucket]] for name, bucket in names.items()}
         self._gradients = self._make_gradients(list(names.items()))
-        self._steps = 0
         self._baseline_bytes = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -140,7 +139,6 @@ class ShardedOptimizer:
         if running is not None:
             running.finish()
         self._schedule.gathers.end_step()
-        self._steps += 1
         if self._fingerprint is not None:
             self._fingerprint.check()
         self.timeline.end_step()

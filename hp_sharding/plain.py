@@ -119,7 +119,6 @@ class PlainOptimizer:
             StateError: the norm is not finite and ``error_if_nonfinite``, or as for ``step()``.
         """
         check_norm_type(norm_type)
-        self._check_finite()
         if error_if_nonfinite:
             check_finite_norm(paddle.to_tensor(self.grad_norm()))
         return paddle.nn.utils.clip_grad_norm_(optimizer_params(self._inner), max_norm)

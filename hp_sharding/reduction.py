@@ -78,6 +78,7 @@ class Reducer:
         sync: False inside ``no_sync()``: gradients add up locally.
         replicate: False inside ``no_sync(replicate_only=True)``: sums stay those of this shard group.
         lanes: where everything travels.
+        round: how many outermost backwards have been reduced.
         order: agreed order in which buckets are reduced.
         learned_order: a better order than ``order``, as this rank saw it; None where it is the same.
         gather_order_changed: set by the schedule where rank 0 should publish an order of gathers.
@@ -110,8 +111,9 @@ class Reducer:
         self._in_flight: deque[Work] = deque()
         self._n_filling = 0
         self._agreements: deque[Agreement] = deque()
-        self._round = 0
+        self.round = 0
         self._unreduced = False
+        self._order_due = False
         self._armed = False
         self._broken = False
         self._incomplete = False
@@ -228,7 +230,7 @@ class Reducer:
             self._replicator.flush()
         if not self._broken:
             self._agree()
-        self._round += 1
+        self.round += 1
         self._unreduced = False
 
     def _agree(self) -> None:
@@ -240,18 +242,17 @@ class Reducer:
             used=[used for bucket in self.used for used in bucket],
             written=self.running.written() if self.running is not None else (),
         )
-        self._agreements.append(Agreement(facts, self.lanes.agree, label=f"agreement, backward {self._round}"))
+        self._agreements.append(Agreement(facts, self.lanes.agree, label=f"agreement, backward {self.round}"))
         self._timeline.watch(self._agreements[-1].work)
 
     def settle(self, *, discard: bool = False) -> bool:
         """Reads what the ranks agreed on since the last call; launches reductions that some rank needs once more.
 
-        Returns True where rank 0 has an order to publish. ``discard`` says that the sums are about to be forgotten.
+        Returns True while rank 0 has an order to publish. ``discard`` says that the sums are about to be forgotten.
 
         Raises:
             StateError: the backward failed on some rank, so that its part of the sums is missing.
         """
-        new_order = False
         while self._agreements:
             agreement = self._agreements.popleft()
             self._timeline.wait(agreement.work)
@@ -263,7 +264,7 @@ class Reducer:
                 # Nothing more is sent for this round, whether a rank discards it or raises below.
                 self._incomplete = True
                 continue
-            new_order = new_order or facts.new_order
+            self._order_due = self._order_due or facts.new_order
             for bucket in (bucket for bucket in self.order if facts.repeats[bucket]):
                 self._launch(bucket)
         if self._replicator is not None:
@@ -273,7 +274,7 @@ class Reducer:
                 f"rank {self.rank}: the backward failed on some rank of this group, so the reduced gradients are "
                 "incomplete. Call optimizer.clear_grad() on every rank and skip this batch"
             )
-        return new_order
+        return self._order_due
 
     def is_reduced(self, bucket: int) -> bool:
         """Whether ``wait`` would return at once."""
@@ -331,6 +332,7 @@ class Reducer:
         """Takes the order that rank 0 published."""
         self.order = order
         self.learned_order = None
+        self._order_due = False
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
@@ -410,7 +412,7 @@ class Reducer:
         work = self.lanes.reduce.reduce_scatter(
             target.slice,
             storage.full,
-            label=f"{buffer.name}, backward {self._round}",
+            label=f"{buffer.name}, backward {self.round}",
             accumulate=target.accumulate,
             wire_dtype=None if dtypes.reduce == dtypes.gradient else dtypes.reduce,
         )
@@ -435,7 +437,7 @@ class Reducer:
 
     def _wants_to_publish(self) -> bool:
         learned = self.learned_order is not None or self.gather_order_changed
-        due = self._round < PUBLISH_ALWAYS_ROUNDS or self._round % PUBLISH_EVERY_ROUNDS == 0
+        due = self.round < PUBLISH_ALWAYS_ROUNDS or self.round % PUBLISH_EVERY_ROUNDS == 0
         return learned and due and self.lanes.is_first
 
     def _merge_used(self, agreed: list[bool]) -> None:

@@ -236,16 +236,18 @@ class UnitGathers(Gathers):
 
     def unshard(self) -> list[int]:
         """Part of ``Gathers``."""
-        self._pins += 1
         for unit in range(len(self._rules.unit_buckets)):
             self._start_unit(unit)
         self.finish_under_way()
+        self._pins += 1
         return []
 
     def reshard(self, freed: Sequence[int]) -> None:
         """Part of ``Gathers``."""
-        self._keep_writes()
-        self._pins -= 1
+        try:
+            self._keep_writes()
+        finally:
+            self._pins -= 1
         self._release()
         if not self._pins:
             # All parameters at once are more than any step needs.

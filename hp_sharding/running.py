@@ -81,7 +81,7 @@ class _Entry:
         if layer is None or tensor is None:
             return
         if self._is_statistic or (self.sign is not None and self.sign.tensor() is tensor):
-            tensor.detach().copy_(value, False)
+            tensor.detach().copy_(value, not current_device().holds(tensor))  # the host may look at its own at once
         else:
             layer._buffers[self._name] = value.clone()  # the forward may have stored what belongs to somebody else
         self.sent()

@@ -57,7 +57,7 @@ def stand_ins(tensors: Sequence[paddle.Tensor], sums: RankSums) -> Given:
         tensors: flat, all reduced gradients of this rank.
         sums: adds up over the ranks that hold the others.
     """
-    own = paddle.stack([count_nonfinite(tensor) for tensor in tensors]).sum()
+    own = paddle.stack([paddle.zeros([], "int64"), *map(count_nonfinite, tensors)]).sum()
     is_infinite = sums.over_all(own.astype("float32").reshape([1]), label="found inf") > 0
     verdict = paddle.where(is_infinite, paddle.full([1], np.inf), paddle.zeros([1]))
     return Given([_stand_in(tensor) for tensor in (*tensors, verdict)], is_infinite)

@@ -76,7 +76,7 @@ class Schedule:
         self._written: set[int] = set()
         self._lists = guard.layer_lists(model)
         self._vectors_beside: dict[int, list[int]] = {}
-        self._late: list[tuple[str, EagerParamBase]] = []
+        self._late: list[tuple[str, weakref.ref[Any]]] = []
         self._find_places(plan)
         self._queued: QueuedGathers | None = None
         self._units: UnitGathers | None = None
@@ -287,7 +287,7 @@ class Schedule:
 
     def note_late(self, name: str, param: EagerParamBase) -> None:
         """A frozen parameter came after the model was wrapped. ``step()`` sees to it that it stays frozen."""
-        self._late.append((name, param))
+        self._late.append((name, weakref.ref(param)))
 
     def _check_written(self) -> None:
         """Raises LayoutError where a write, such as that of ``Layer.to``, gave a parameter other storage."""
@@ -381,7 +381,8 @@ class Schedule:
         self._first_uses, self._used = [], set()
         self.gathers.begin_step()
         guard.guard_again(self._lists, self)
-        guard.check_frozen(self._late)
+        self._late = [(name, reference) for name, reference in self._late if reference() is not None]
+        guard.check_frozen((name, param) for name, reference in self._late if (param := reference()) is not None)
         self._written.clear()
         for buffer in self.buffers:
             buffer.check_params()

@@ -169,7 +169,7 @@ def shard_over(
     """``shard`` over what ``open_lanes`` returned. Raises ConfigError before any collective starts."""
     check_wrap(model, optimizer)
     baseline_bytes = allocated_bytes() - _param_bytes(model)
-    if not lanes and config.is_mixed:
+    if not lanes and (config.is_mixed or config.gradient_divisor(1) != 1):
         me = paddle.distributed.get_rank()
         lanes = connect(Grid([me], [me]), timeout_s=config.timeout_s)
     if not lanes:

@@ -183,7 +183,7 @@ class InnerUpdates:
         if settings != self._clip_settings:
             self._clip_settings, self._clipper = settings, self._make_clipper()
         members = self._clipper.members if self._clipper is not None else []
-        if members or check is not None:
+        if members or (check is not None and self._parts):
             norms = self._measure(members, check)
             if self._clipper is not None:
                 self._clipper.clip(norms)

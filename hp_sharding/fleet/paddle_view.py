@@ -80,7 +80,7 @@ class SlotView:
     def _slice_grad(self) -> paddle.Tensor | None:
         """This rank's part of the gradient, once ``reduce_gradients`` has returned; None where it updates nothing."""
         layout = self._stored.buffer.layout
-        if not self.has_effective_slice_param or layout.frozen:
+        if not self.has_effective_slice_param or self._param.stop_gradient:
             return None
         reduced = self._stored.arena.slice(layout.number)
         return reduced._slice(self._param_begin - self._rank_begin, self._param_end - self._rank_begin)

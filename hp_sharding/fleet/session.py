@@ -107,8 +107,6 @@ class Session:
         if isinstance(sharded, ShardedOptimizer):
             groups, chosen = paddle_topology._HYBRID_PARALLEL_GROUP, paddle_fleet.fleet._user_defined_strategy
             show_as_paddles(sharded, optimizer, hcg=groups, strategy=chosen)
-        elif optimizer is not inner:
-            sharded._inner = optimizer  # one process: Paddle's own main_grad is all there is
         self._optimizers += [weakref.ref(optimizer), weakref.ref(inner), weakref.ref(sharded)]
         return sharded
 

@@ -165,7 +165,7 @@ def test_an_order_of_gathers_is_published_though_that_of_reductions_stays(monkey
     before = rig.optimizer._schedule.gathers.order
     TASKS["odd"].run(0, rig.model, rig.optimizer)
     assert rig.optimizer._schedule.gathers.order != before
-    assert rig.gather.labels("broadcast") == ["bucket order", "running state"]
+    assert rig.gather.labels("broadcast") == ["bucket order"]
 
 
 def test_unused_and_frozen_parameters_are_never_gathered_again() -> None:
