@@ -12,7 +12,6 @@ import numpy as np
 import paddle
 import pytest
 
-from hp_sharding import ConfigError, ShardingConfig, shard
 from hp_sharding.comm import Communicator, Work, create_communicators, stream_group, watch
 from hp_sharding.errors import CommError
 from tests import harness
@@ -253,23 +252,6 @@ def test_groups_and_lanes_do_not_mix() -> None:
         assert ended, "close() finishes what is under way"
         assert "closed the lane" in seen.text
         np.testing.assert_array_equal(data, np.full(4, 16.0))
-
-
-# ---- what is not there yet ----
-
-
-def _scale_the_loss(rank: int, nranks: int) -> str:
-    layer = paddle.nn.Linear(4, 4)
-    optimizer = shard(layer, paddle.optimizer.SGD(0.1, parameters=layer.parameters()), ShardingConfig(stage=2))
-    scaler = paddle.amp.GradScaler(init_loss_scaling=1024.0)
-    layer(paddle.ones([2, 4])).sum().backward()
-    with pytest.raises(ConfigError, match="GradScaler") as caught:
-        scaler.step(optimizer)
-    return str(caught.value)
-
-
-def test_a_loss_scaler_that_would_divide_nothing_is_refused() -> None:
-    assert all("not supported yet" in text for text in on_device(_scale_the_loss, 2))
 
 
 # ---- half-way ----
