@@ -7,7 +7,7 @@ With fleet the keys go into the strategy, without it into the constructor; names
     config = ShardingConfig(stage=2, allgather_overlap=True)
 
 A value that cannot work raises ``ConfigError`` here, at once and on every rank alike, so that no collective has
-started. A value that is planned but not built raises it too: no setting is ever silently ignored.
+started. No setting is ever silently ignored.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class ShardingConfig:
         timeline: record spans of communication and waiting; read them from ``optimizer.timeline``.
 
     Raises:
-        ConfigError: a value has the wrong type, is out of range, or is not supported yet.
+        ConfigError: a value has the wrong type, is out of range, or contradicts another.
     """
 
     stage: int = 2
