@@ -102,6 +102,8 @@ class FusedCommBuffer:
         self._addresses: list[int] = []
         self._absent = self._absent_vectors()
         self._versions: list[int] = []
+        # Looked at for each parameter in each step, where names would cost.
+        self._param_dtype = getattr(paddle, layout.dtype)
         dtypes = layout.dtypes
         self._wire = None if dtypes.gather == dtypes.param else dtypes.gather
         self._shares = place.keeps_full and dtypes.shard_is_slice
@@ -209,7 +211,7 @@ class FusedCommBuffer:
         dtypes = self.layout.dtypes
         if dtypes.shard == dtypes.param or not isinstance(value, (paddle.Tensor, np.ndarray)):
             return False
-        return str(value.dtype).split(".")[-1] == dtypes.shard and list(value.shape) == self._shapes[index]
+        return dtype_name(value) == dtypes.shard and list(value.shape) == self._shapes[index]
 
     @paddle.no_grad()
     def write_master(self, index: int, value: paddle.Tensor) -> None:
@@ -232,9 +234,7 @@ class FusedCommBuffer:
         The rest is for the next gather, or for whoever writes them; until then nothing takes old parts for new writes.
         """
         if self.status is Status.READY and not self._shares and self._full is not None:
-            travelled = paddle.empty(self.shard.shape, self.layout.dtypes.gather)
-            cast_into(travelled, self.shard)
-            cast_into(self._own_slice(self._full), travelled)
+            self._round_into(self._own_slice(self._full), self.shard)
 
     def thaw(self) -> None:
         """Its parameters train from now on: a 16-bit shard becomes a float32 master where precision is mixed.
@@ -256,7 +256,7 @@ class FusedCommBuffer:
         if self.status is not Status.READY or self._full is None:
             return
         for param, address in zip(self.params, self._addresses, strict=True):
-            if param.data_ptr() != address or dtype_name(param) != self.layout.dtype:
+            if param.data_ptr() != address or param.dtype != self._param_dtype:
                 raise LayoutError(
                     f"parameter '{param.name}' of bucket '{self.name}' no longer shares the bucket's storage: it was "
                     f"cast, moved or replaced after wrapping (expected {self.layout.dtype}, found "
@@ -277,14 +277,14 @@ class FusedCommBuffer:
         if self._shares:
             return
         for index, (param, address) in enumerate(zip(self.params, self._addresses, strict=True)):
-            if takes_back and (param.data_ptr() != address or dtype_name(param) != self.layout.dtype):
+            if takes_back and (param.data_ptr() != address or param.dtype != self._param_dtype):
                 self._take_back(index)
         self.store_full()
 
     def _take_back(self, index: int) -> None:
         """Copies the value of a parameter that has storage of its own into its place, and gives it that place again."""
         param, slot = self.params[index], self.layout.slots[index]
-        if dtype_name(param) != self.layout.dtype or param.size != slot.numel:
+        if param.dtype != self._param_dtype or param.size != slot.numel:
             self.check_params()
         assert self._full is not None
         here = self._full._slice(slot.offset_numel, slot.end_numel)
@@ -353,13 +353,16 @@ class FusedCommBuffer:
         return full
 
     def _fill_slot(self, full: paddle.Tensor, index: int, value: paddle.Tensor) -> None:
-        """As a gather will, so that what is computed before the first one is no other than after it."""
         slot = self.layout.slots[index]
+        self._round_into(full._slice(slot.offset_numel, slot.end_numel), value)
+
+    def _round_into(self, out: paddle.Tensor, value: paddle.Tensor) -> None:
+        """As a gather will, so that what is computed before the next one is no other than after it."""
         if self._wire is not None:
-            travelled = paddle.empty([slot.numel], self._wire)
+            travelled = paddle.empty(value.shape, self._wire)
             cast_into(travelled, value)
             value = travelled
-        cast_into(full._slice(slot.offset_numel, slot.end_numel), value)
+        cast_into(out, value)
 
     def _adopt_shard(self) -> paddle.Tensor:
         shard = paddle.zeros([self.layout.shard_numel], self.layout.dtypes.shard)
@@ -372,7 +375,7 @@ class FusedCommBuffer:
     def _take_dtype(self) -> None:
         """Parameters that have never been gathered say what they will be."""
         for param, shape in zip(self.params, self._shapes, strict=True):
-            if dtype_name(param) != self.layout.dtype:
+            if param.dtype != self._param_dtype:
                 typed = paddle.empty([0], self.layout.dtype)  # held: what lies below it goes with it
                 dense(typed)._set_dims(shape)
                 point_at([dense(typed)], [param])
@@ -429,6 +432,7 @@ class GradientStorage:
         self._layout = layout
         self._pool = pool
         self._dtype = layout.dtypes.gradient
+        self._is_wide = self._dtype not in SHORT_DTYPES
         self._gaps = layout.gaps()
         # One view object a parameter, of the parameter's shape, pointed at whatever storage is current.
         self._views = [paddle.empty([0], self._dtype) for _ in params]
@@ -447,7 +451,7 @@ class GradientStorage:
         gradient = gradient.detach()
         if not gradient.is_contiguous():
             gradient = gradient.contiguous()
-        plain = dtype_name(gradient) == self._dtype and self._dtype not in SHORT_DTYPES
+        plain = self._is_wide and gradient.dtype == self._views[index].dtype
         if self.filled[index]:
             self._views[index].add_(gradient) if plain else add_into(self._views[index], gradient)
         else:

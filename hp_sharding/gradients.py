@@ -13,6 +13,7 @@ from .comm import cast_into
 from .errors import ConfigError, StateError
 from .nonfinite import NonFiniteCheck
 from .numerics import scale_by_norm
+from .precision import dtype_name
 from .reduction import Reducer
 from .scaling import stand_ins
 from .updates import InnerUpdates
@@ -232,6 +233,6 @@ def check_gradient(param: paddle.Tensor, value: Any) -> paddle.Tensor:
     if list(given.shape) != list(param.shape) or not given.is_floating_point():
         raise ConfigError(
             f"set_full_grad: parameter '{param.name}' needs a floating-point gradient of shape {list(param.shape)}, "
-            f"found {str(given.dtype).split('.')[-1]} of shape {list(given.shape)}"
+            f"found {dtype_name(given)} of shape {list(given.shape)}"
         )
     return given

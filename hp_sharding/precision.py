@@ -24,8 +24,8 @@ from .units import UnitParam
 from .views import dense, point_at
 
 
-def dtype_name(tensor: paddle.Tensor) -> str:
-    """Name of a tensor's dtype, such as ``"float32"``."""
+def dtype_name(tensor: Any) -> str:
+    """Name of the dtype of a tensor or an array, such as ``"float32"``."""
     return str(tensor.dtype).split(".")[-1]
 
 
