@@ -9,6 +9,9 @@ or by hand, on any number of processes, one without the launcher included::
     python -m paddle.distributed.launch --nproc_per_node 2 --backend gloo examples/train_gpt.py --steps 100
     python examples/train_gpt.py
 
+With ``--checkpoints runs/gpt`` it saves now and then, while it goes on, and a second start resumes from the last one
+that is complete, on as many processes as there are then.
+
 What hp_sharding asks of a training script is all in ``prepare``. At the end come the loss on text that was held out,
 before and after, some text that the model wrote, and where the time and the memory went.
 """
@@ -27,6 +30,7 @@ import paddle
 import paddle.nn.functional as F
 from tqdm import tqdm
 
+import hp_sharding
 from hp_sharding import fleet  # was: from paddle.distributed import fleet
 
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
@@ -205,21 +209,51 @@ def sharding_flags(args: argparse.Namespace) -> dict[str, Any]:
     return {key: value for key, value in flags.items() if value is not None}
 
 
+def resume(training: Training, random: np.random.Generator, args: argparse.Namespace) -> int:
+    """Goes on from the last complete checkpoint, if there is one. Returns how many steps it had made."""
+    latest = hp_sharding.latest_checkpoint(args.checkpoints) if args.checkpoints else None
+    if latest is None:
+        return 0
+    loaded = hp_sharding.load(latest, training.model, training.optimizer)
+    if loaded.rank_extra is not None:  # another number of ranks draws other batches
+        random.bit_generator.state = loaded.rank_extra["batches"]
+    if paddle.distributed.get_rank() == 0:
+        print(f"resumed from {latest}, after {loaded.steps} steps")
+    return loaded.steps
+
+
+def keep(training: Training, random: np.random.Generator, args: argparse.Namespace) -> None:
+    """Saves a checkpoint behind the training, every ``args.save_every`` steps."""
+    steps = training.optimizer.steps
+    if args.checkpoints and (steps % args.save_every == 0 or steps == args.steps):
+        hp_sharding.save(
+            Path(args.checkpoints) / f"step-{steps}",
+            training.model,
+            training.optimizer,
+            rank_extra={"batches": random.bit_generator.state},
+            asynchronous=steps < args.steps,
+        )
+
+
 def train(training: Training, corpus: Corpus, args: argparse.Namespace) -> None:
-    """Runs ``args.steps`` steps, every rank on batches of its own, with a progress bar on rank 0."""
+    """Runs up to ``args.steps`` steps, every rank on batches of its own, with a progress bar on rank 0."""
     rank, world = paddle.distributed.get_rank(), paddle.distributed.get_world_size()
     random = np.random.default_rng([args.seed, rank])
+    done = resume(training, random, args)
     tokens_per_step = world * args.batch * args.context
     smooth_loss = 0.0
-    bar = tqdm(total=args.steps, desc="training", unit="step", disable=rank != 0, mininterval=1.0, ncols=100)
+    bar = tqdm(
+        total=args.steps, initial=done, desc="training", unit="step", disable=rank != 0, mininterval=1.0, ncols=100
+    )
     begin_s = time.perf_counter()
     with bar:
-        for step in range(args.steps):
+        for step in range(args.steps - done):
             loss = loss_of(training.model, draw_batch(corpus.train, args.batch, args.context, random))
             loss.backward()
             training.optimizer.step()
             training.optimizer.clear_grad()
             training.schedule.step()
+            keep(training, random, args)
             smooth_loss += (float(loss) - smooth_loss) / min(step + 1, 20)
             tokens_per_s = (step + 1) * tokens_per_step / (time.perf_counter() - begin_s)
             bar.set_postfix_str(f"loss {smooth_loss:.3f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
@@ -259,6 +293,8 @@ def parse_arguments() -> argparse.Namespace:
     model.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     model.add_argument("--seed", type=int, default=0)
     model.add_argument("--sample", type=int, default=300, help="characters of text written at the end")
+    model.add_argument("--checkpoints", help="folder to save in, and to resume from (default: none)")
+    model.add_argument("--save-every", type=int, default=100, help="steps between two checkpoints")
     sharding = parser.add_argument_group("sharding")
     sharding.add_argument("--stage", type=int, default=2, help="1: optimizer state, 2: gradients too, 3: all")
     sharding.add_argument("--sharding-degree", type=int, help="ranks of one shard group (default: all)")
@@ -269,9 +305,17 @@ def parse_arguments() -> argparse.Namespace:
     sharding.add_argument("--prefetch-depth", type=int, help="units gathered ahead of use, where memory is short")
     sharding.add_argument("--reshard-after-step", action=optional, help="free the full parameters after each step")
     args = parser.parse_args()
-    for name, least in (("steps", 2), ("layers", 1), ("width", 1), ("heads", 1), ("context", 1), ("batch", 1)):
+    for name, least in (
+        ("steps", 2),
+        ("layers", 1),
+        ("width", 1),
+        ("heads", 1),
+        ("context", 1),
+        ("batch", 1),
+        ("save_every", 1),
+    ):
         if getattr(args, name) < least:
-            parser.error(f"--{name} must be at least {least}")
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     if args.width % args.heads:
         parser.error(f"--width {args.width} must be a multiple of --heads {args.heads}")
     return args

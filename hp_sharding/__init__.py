@@ -2,9 +2,10 @@
 
 ``from hp_sharding import fleet`` takes the place of ``from paddle.distributed import fleet``; ``shard`` does the same
 without fleet. Both give a ``ShardedOptimizer``, or plain training in one process. ``ShardingConfig`` has the settings,
-``full_parameters`` makes whole values readable, ``timeline`` says where the time of a step goes. A ``FusedCommBuffer``,
-which has one ``Status`` at a time, is a bucket, as ``optimizer.buffers`` and ``optimizer.param2bucket`` show it. Every
-error raised on purpose is an ``HpShardingError``. What is not in ``__all__`` is private.
+``full_parameters`` makes whole values readable; ``save`` and ``load`` are for checkpoints, ``save_full`` and
+``load_full`` for files of whole tensors; ``timeline`` says where the time of a step goes. A ``FusedCommBuffer``, which
+has one ``Status`` at a time, is a bucket, as ``optimizer.buffers`` and ``optimizer.param2bucket`` show it. Every error
+raised on purpose is an ``HpShardingError``. What is not in ``__all__`` is private.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .buffer import FusedCommBuffer, Status
+from .checkpoint import latest_checkpoint, load, load_full, save, save_full
 from .config import ShardingConfig
-from .errors import CommError, ConfigError, HpShardingError, LayoutError, StateError
+from .errors import CheckpointError, CommError, ConfigError, HpShardingError, LayoutError, StateError
 from .optimizer import ShardedOptimizer
 from .sharding import full_parameters, shard
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from . import fleet, timeline
 
 __all__ = [
+    "CheckpointError",
     "CommError",
     "ConfigError",
     "FusedCommBuffer",
@@ -33,6 +36,11 @@ __all__ = [
     "Status",
     "fleet",
     "full_parameters",
+    "latest_checkpoint",
+    "load",
+    "load_full",
+    "save",
+    "save_full",
     "shard",
     "timeline",
 ]

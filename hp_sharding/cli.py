@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from . import __version__
+from .checkpoint.command import checkpoint
 from .errors import ConfigError
 from .run import run
 
@@ -38,6 +39,7 @@ def main() -> None:
 
 
 main.add_command(run)
+main.add_command(checkpoint)
 
 
 @main.command(epilog=_EXAMPLES)

@@ -6,6 +6,7 @@
     ├── ConfigError (ValueError)   a wrong flag, argument or order of calls; raised before any collective
     ├── LayoutError                the wrapped model changed in a way its buckets cannot follow
     ├── StateError                 a call that the bucket's state does not allow, or a value that is not there
+    ├── CheckpointError            a checkpoint that cannot be written, is incomplete or damaged, or does not fit
     └── CommError                  a collective failed, or a peer is late beyond ``timeout_s`` or gone
 
 Messages name the rank, the bucket or parameter, what was expected, what was found, and what to do.
@@ -32,6 +33,22 @@ class LayoutError(HpShardingError):
 
 class StateError(HpShardingError):
     """An operation that the current state forbids, such as reading the value of a freed parameter."""
+
+
+class CheckpointError(HpShardingError):
+    """A checkpoint that cannot be written, is incomplete, damaged or of a newer version, or does not fit the model.
+
+    While loading it is raised on every rank, before anything in memory has changed, unless the message says otherwise.
+
+    Attributes:
+        file: the file at fault, where there is one.
+        parameter: the parameter or other tensor concerned, by structured name, where there is one.
+    """
+
+    def __init__(self, message: str, *, file: str = "", parameter: str = "") -> None:
+        super().__init__(message)
+        self.file = file
+        self.parameter = parameter
 
 
 class CommError(HpShardingError):

@@ -84,6 +84,11 @@ class RankSums:
         self._timeline = timeline
 
     @property
+    def tensor(self) -> Communicator | None:
+        """The lane over the tensor-parallel ranks; None where there are none."""
+        return self._tensor
+
+    @property
     def has_tensor(self) -> bool:
         """Whether there are tensor-parallel ranks."""
         return self._tensor is not None

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import paddle
@@ -18,16 +18,18 @@ from .config import ShardingConfig
 from .errors import ConfigError
 from .facts import publish
 from .gradients import LocalGrad, ReducedGradients
-from .layout import BucketLayout, model_state_bytes
+from .layout import model_state_bytes
 from .nonfinite import NonFiniteCheck
 from .reduction import Reducer
 from .scaling import SCALER_GRADIENTS, SCALER_READS, is_scaler, plain_answer
 from .schedule import Schedule
+from .sharded_weights import model_weights, optimizer_weights, slices_of
+from .states import RankState
 from .timeline import Timeline
 from .updates import InnerUpdates
 
 if TYPE_CHECKING:
-    from .comm import Communicator, Fingerprint
+    from .comm import Fingerprint
 
 TOGETHER_BYTES = 1 << 18
 """Shards of neighbours that one call of the inner optimizer updates: a call costs 20 us whatever there is to do. Until
@@ -43,6 +45,7 @@ class ShardedOptimizer:
         timeline: spans and their summary; see ``hp_sharding.timeline``.
         param2bucket: structured parameter name -> its buckets, in order.
         config: the settings in force.
+        steps: how many ``step()`` have been made; a checkpoint keeps it.
     """
 
     def __init__(
@@ -67,6 +70,8 @@ class ShardedOptimizer:
         self.param2bucket = {name: [schedule.buffers[bucket]] for name, bucket in names.items()}
         self._gradients = self._make_gradients(list(names.items()))
         self._baseline_bytes = 0
+        self._state = RankState(inner, schedule, tensor=updates.sums.tensor)
+        self.steps = 0
 
     def __getattr__(self, name: str) -> Any:
         # Only called for what is not found here. '_inner' itself is missing while a copy is being made.
@@ -141,6 +146,7 @@ class ShardedOptimizer:
         self._schedule.gathers.end_step()
         if self._fingerprint is not None:
             self._fingerprint.check()
+        self.steps += 1
         self.timeline.end_step()
 
     def clear_grad(self, set_to_zero: bool = True) -> None:
@@ -277,58 +283,56 @@ class ShardedOptimizer:
         return self._gradients.clip(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's optimizer state, and the layout it belongs to.
+        """Returns this rank's optimizer state, and the layout it belongs to; to be saved by each rank in its own file.
 
         Keys are the inner optimizer's, which are made of parameter names; moments are one-dimensional, of the part of
         each parameter that this rank updates, in the dtypes that the inner optimizer keeps. Where precision is mixed,
-        ``"master_weights"`` holds the float32 parts of the parameters by name, as Paddle's optimizers have it.
+        ``"master_weights"`` holds the float32 parts of the parameters by name, as Paddle's optimizers have it. The
+        tensors are those in use: a later step changes them.
         """
-        state = {**self._inner.state_dict(), _LAYOUT_KEY: self._layout_id()}
-        is_mixed = any(not buffer.layout.dtypes.shard_is_slice for buffer in self.buffers)
-        return {**state, _MASTERS_KEY: self._masters()} if is_mixed else state
+        return self._state.state_dict()
 
-    def set_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what ``state_dict`` gave on the same rank of the same layout.
+    def set_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes what ``state_dict`` gave on the same rank of the same layout, whatever this optimizer has done since.
 
-        Masters are taken as they are; the parameters' own values come with the model's state, before or after.
+        Masters are taken as they are; the parameters' own values come with the model's state, before or after. A
+        parameter that had not been updated yet when the state was saved begins anew. Gradients, of which zeros are some
+        (see ``clear_grad``), and a learning rate that is a number stay as they are. Looks at this rank only.
 
         Raises:
-            ConfigError: the state is that of another layout, or of a plain optimizer.
+            ConfigError: the state is that of another layout, another rank or a plain optimizer, its keys belong to no
+                parameter of this process, or a tensor is missing, or is of another size or kind of dtype. Nothing has
+                changed.
         """
-        state = dict(state_dict)
-        found = state.pop(_LAYOUT_KEY, None)
-        if found != self._layout_id():
-            raise ConfigError(
-                f"rank {self._rank}: this optimizer state is of another layout. Expected {self._layout_id()}, found "
-                f"{found}. Load it with the same number of ranks, stage, units, comm_buffer_size_MB and dtypes as it "
-                "was saved"
-            )
-        self._take_masters(state.pop(_MASTERS_KEY, {}))
-        self._inner.set_state_dict(state)
+        self._state.set_state_dict(state_dict)
 
-    def _masters(self) -> dict[str, paddle.Tensor]:
-        apart = [buffer for buffer in self.buffers if not buffer.layout.dtypes.shard_is_slice]
-        return {buffer.params[piece.param].name: piece.tensor for buffer in apart for piece in buffer.slices}
+    load_state_dict = set_state_dict
 
-    @paddle.no_grad()
-    def _take_masters(self, given: dict[str, Any]) -> None:
-        self._schedule.gathers.finish_under_way()  # a gather reads what is written here
-        for buffer in self.buffers:
-            if any(param.name in given for param in buffer.params):
-                buffer.thaw()  # as it had when the state was saved
-        masters = self._masters()
-        for name, part in masters.items():
-            if name not in given or list(given[name].shape) != list(part.shape):
-                found = list(given[name].shape) if name in given else "none"
-                raise ConfigError(
-                    f"rank {self._rank}: 'master_weights' of parameter '{name}': expected {list(part.shape)} elements, "
-                    f"found {found}. Load a state that was saved in the same precision"
-                )
-        for name, part in masters.items():
-            value = given[name] if isinstance(given[name], paddle.Tensor) else paddle.to_tensor(given[name])
-            part.copy_(value.astype(part.dtype), False)
-        for buffer in self.buffers:
-            buffer.follow_shard()
+    def sharded_state_dict(self, model_sharded_state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """As of Paddle's sharding V2: this rank's moments and masters, as ``ShardedWeight``, under structured names.
+
+        For ``paddle.distributed.flex_checkpoint``; see ``sharded_weights``. Empty before the first step, but for
+        masters. The tensors are those in use, and what is loaded into them counts. Sends nothing, but every rank calls
+        it, between ``step()`` and the next forward.
+
+        Args:
+            model_sharded_state_dict: what ``model.sharded_state_dict()`` gives, or ``model_sharded_state_dict()`` here.
+
+        Raises:
+            ConfigError: it lacks a parameter that this optimizer updates.
+        """
+        self._settle_gathers()
+        return optimizer_weights(self._inner, slices_of(self.buffers), self._state.masters(), model_sharded_state_dict)
+
+    def model_sharded_state_dict(self) -> dict[str, Any]:
+        """The model's state for ``flex_checkpoint``, also where parameters are freed between steps, as in stage 3.
+
+        Of those there is this rank's part, and nothing on ranks that have none; the rest is whole and the same on all
+        ranks, as ``model.sharded_state_dict()`` has it. What is loaded into them counts; where precision is mixed a
+        part is a copy, and the master that is loaded with it counts. Called as ``sharded_state_dict`` is.
+        """
+        self._settle_gathers()
+        return model_weights(self._schedule.model, self.buffers)
 
     # -- what PaddleNLP-style trainers call ----------------------------------------------------------------------
 
@@ -366,11 +370,6 @@ class ShardedOptimizer:
         }
 
     # -- parts ---------------------------------------------------------------------------------------------------
-
-    @property
-    def _rank(self) -> int:
-        gather: Communicator = self.buffers[0].place.gather
-        return gather.ranks[gather.rank]
 
     def _update(self, stale: Sequence[int]) -> None:
         """Updates the stale buckets, and has each gathered once all that stand before it are under way.
@@ -420,23 +419,16 @@ class ShardedOptimizer:
         for bucket in range(len(self.buffers)):
             self._reducer.wait(bucket)
 
+    def _settle_gathers(self) -> None:
+        """So that shards can be written: no gather reads them, and what was gathered ahead is gathered again."""
+        gathers = self._schedule.gathers
+        if self.config.stage == 3:
+            gathers.begin_step()
+        gathers.finish_under_way()
+
     def _publish_orders(self) -> None:
         reducer, schedule = self._reducer, self._schedule
         mine = [reducer.learned_order or reducer.order, schedule.learned_gather_order or schedule.gathers.order]
         reduce_order, gather_order = publish(mine, reducer.lanes.agree)
         reducer.adopt_order(reduce_order)
         schedule.adopt_gather_order(gather_order)
-
-    def _layout_id(self) -> str:
-        gather = self.buffers[0].place.gather
-        sizes = ",".join(map(_size_text, (buffer.layout for buffer in self.buffers)))
-        return f"rank {gather.rank} of {gather.nranks}, buckets of {sizes} elements"
-
-
-def _size_text(layout: BucketLayout) -> str:
-    param, master = layout.dtypes.param, layout.dtypes.sum  # which a frozen one gets when it thaws
-    return str(layout.numel) if param == master == layout.dtypes.gather else f"{layout.numel} ({param} of {master})"
-
-
-_LAYOUT_KEY = "hp_sharding_layout"
-_MASTERS_KEY = "master_weights"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from .config import ShardingConfig
 from .gradients import LocalGrad, check_finite_norm, check_gradient, check_norm_type
 from .nonfinite import Finding, describe, non_finite_error, not_raised
 from .numerics import count_nonfinite, sum_of_squares
+from .sharded_weights import Part, model_weights, optimizer_weights
+from .states import set_plain_state
 from .timeline import Timeline
 from .updates import optimizer_params
 
@@ -29,9 +32,11 @@ class PlainOptimizer:
         timeline: step times; communication and exposed time are zero.
         param2bucket: empty: there are no buckets.
         config: the settings, of which only ``check_nan_inf`` matters.
+        steps: how many ``step()`` have been made; a checkpoint keeps it.
 
     Args:
         names: structured name of each parameter by its ``id``; Paddle's own stands for what is not there.
+        model: held weakly.
     """
 
     def __init__(
@@ -41,13 +46,16 @@ class PlainOptimizer:
         baseline_bytes: int,
         *,
         names: Mapping[int, str] | None = None,
+        model: paddle.nn.Layer | None = None,
     ) -> None:
         self._inner = inner
+        self._model = weakref.ref(model) if model is not None else lambda: None
         self._names = dict(names or {})
         self._baseline_bytes = baseline_bytes
         self.config = config
         self.timeline = Timeline(config.timeline)
         self.param2bucket: dict[str, list[Any]] = {}
+        self.steps = 0
 
     def __getattr__(self, name: str) -> Any:
         if name == "_inner":
@@ -67,6 +75,7 @@ class PlainOptimizer:
         """
         self._check_finite()
         self._inner.step()
+        self.steps += 1
         self.timeline.end_step()
 
     def clear_grad(self, set_to_zero: bool = True) -> None:
@@ -78,7 +87,9 @@ class PlainOptimizer:
     def minimize(self, loss: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The inner optimizer's ``minimize()``."""
         self._check_finite()
-        return self._inner.minimize(loss, *args, **kwargs)
+        result = self._inner.minimize(loss, *args, **kwargs)
+        self.steps += 1
+        return result
 
     @contextlib.contextmanager
     def no_sync(self, *, replicate_only: bool = False) -> Iterator[None]:
@@ -122,6 +133,28 @@ class PlainOptimizer:
         if error_if_nonfinite:
             check_finite_norm(paddle.to_tensor(self.grad_norm()))
         return paddle.nn.utils.clip_grad_norm_(optimizer_params(self._inner), max_norm)
+
+    def set_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes what ``state_dict`` gave, of this optimizer or of plain Paddle's, whatever it has done since.
+
+        A parameter that had not been updated yet when the state was saved begins anew.
+
+        Raises:
+            ConfigError: the state is that of one rank of a sharded optimizer, its keys belong to no parameter of this
+                process, or a tensor is missing, or is of another size or kind of dtype. Nothing has changed.
+        """
+        set_plain_state(self._inner, state_dict)
+
+    load_state_dict = set_state_dict
+
+    def sharded_state_dict(self, model_sharded_state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Moments and masters for ``flex_checkpoint``; see ``ShardedOptimizer.sharded_state_dict``."""
+        parts = {param.name: Part(param, None) for param in optimizer_params(self._inner)}
+        return optimizer_weights(self._inner, parts, self._inner._master_weights, model_sharded_state_dict)
+
+    def model_sharded_state_dict(self) -> dict[str, Any]:
+        """``model.sharded_state_dict()``; see ``ShardedOptimizer.model_sharded_state_dict``."""
+        return model_weights(self._model(), [])
 
     def _name(self, param: paddle.Tensor) -> str:
         return self._names.get(id(param), param.name)

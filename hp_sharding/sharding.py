@@ -174,7 +174,7 @@ def shard_over(
         lanes = connect(Grid([me], [me]), timeout_s=config.timeout_s)
     if not lanes:
         names = {id(param): name for name, param in model.named_parameters()}
-        return PlainOptimizer(optimizer, config, baseline_bytes, names=names)
+        return PlainOptimizer(optimizer, config, baseline_bytes, names=names, model=model)
     check_split(optimizer, lanes["tensor"].ranks if "tensor" in lanes else ())
     check_fresh(optimizer)
     sharded = build(model, optimizer, config, lanes=lanes)

@@ -112,6 +112,10 @@ class LateLane(Communicator):
     def broadcast(self, tensor: paddle.Tensor, *, src: int, label: str = "", after: Work | None = None) -> Work:
         return self._note(self._inner.broadcast(tensor, src=src, label=label, after=self._late(after)))
 
+    @property
+    def is_broken(self) -> bool:
+        return self._inner.is_broken
+
     def close(self) -> None:
         """The lane below is shared with later tests."""
 

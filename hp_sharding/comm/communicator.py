@@ -113,6 +113,14 @@ class Communicator(ABC):
         """Number of ranks of the group."""
         return len(self.ranks)
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether nothing goes on any more, as far as this process has heard, such as after the death of a rank.
+
+        Never blocks; may be asked from any thread. False where an implementation does not know.
+        """
+        return False
+
     @abstractmethod
     def all_gather(
         self,

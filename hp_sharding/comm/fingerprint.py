@@ -144,6 +144,11 @@ class WatchedLane(Communicator):
         self._note(f"broadcast from {src}", tensor, label)
         return self._inner.broadcast(tensor, src=src, label=label, after=after)
 
+    @property
+    def is_broken(self) -> bool:
+        """See ``Communicator``."""
+        return self._inner.is_broken
+
     def close(self) -> None:
         """See ``Communicator``."""
         self._inner.close()

@@ -208,6 +208,11 @@ class TcpCommunicator(Communicator):
         self._is_closed = True
         self._close(self.lane)
 
+    @property
+    def is_broken(self) -> bool:
+        """See ``Communicator``."""
+        return self._agreement.broken is not None
+
     def join(self, timeout_s: float) -> bool:
         """Ends the threads after what is in flight; False if one does not end and was abandoned."""
         deadline_s = time.monotonic() + timeout_s

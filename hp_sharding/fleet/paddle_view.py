@@ -181,7 +181,7 @@ class ShardingV2(DygraphShardingOptimizerV2):
     @property
     def _master_weights(self) -> dict[str, paddle.Tensor]:
         """Parameter name -> float32 part that this rank updates, where the parameter itself has fewer bits."""
-        return self._sharded._masters()
+        return self._sharded._state.masters()
 
     @property
     def _all_gather_overlap_forward(self) -> bool:
@@ -214,24 +214,15 @@ class ShardingV2(DygraphShardingOptimizerV2):
 
     def sharded_state_dict(self, model_sharded_state_dict: Any) -> Any:
         """As Paddle's: structured names of this rank's state -> ``ShardedWeight``, given the model's."""
-        return DygraphShardingOptimizerV2.sharded_state_dict(_StateOnly(self), model_sharded_state_dict)
+        return self._sharded.sharded_state_dict(model_sharded_state_dict)
 
     def set_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._sharded.set_state_dict(state_dict)
 
+    load_state_dict = set_state_dict
+
     def _set_all_gather_overlap_forward(self, all_gather_overlap_forward: bool, layers: Any) -> None:
         self._sharded._set_all_gather_overlap_forward(all_gather_overlap_forward, layers)
-
-
-class _StateOnly:
-    """All that Paddle's ``sharded_state_dict`` asks of the optimizer: without what ours adds to tell layouts apart."""
-
-    def __init__(self, behind: ShardingV2) -> None:
-        self._comm_buffer_list = behind._comm_buffer_list
-        self._state = behind.state_dict()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in self._state.items() if not name.startswith("hp_sharding")}
 
 
 def _behind(name: str) -> property:
@@ -272,7 +263,6 @@ class FleetOptimizer(ShardedOptimizer, HybridParallelOptimizer):
     _create_master_weight = _behind("_create_master_weight")
     filter_parameters = _behind("filter_parameters")
     reduce_gradients = _behind("reduce_gradients")
-    sharded_state_dict = _behind("sharded_state_dict")
 
     def _step(self, parameters_list: Any) -> None:
         """``step()``, for trainers that call this after ``_inner_opt.reduce_gradients``."""

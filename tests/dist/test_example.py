@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import runpy
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -26,8 +28,34 @@ def test_example(nranks: int, options: list[str]) -> None:
     for outcome in (first, *others):
         assert (outcome.returncode, outcome.error) == (0, None), outcome.output
     assert "training: 100%" in first.output
-    line = next(line for line in first.output.splitlines() if line.startswith("held-out loss: "))
-    before, after = float(line.split()[2]), float(line.split()[4])
+    before, after = _held_out(first.output)
     assert after < before - 0.3
     assert "exposed communication" in first.output
     assert all("held-out loss" not in outcome.output for outcome in others)
+
+
+@pytest.mark.slow
+def test_example_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    """On as many ranks it ends where the run that was not stopped does, and on fewer not far from there."""
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    saves = ["--save-every", "6", "--checkpoints"]
+    expected = _run(2, [*saves, str(whole)])
+    shutil.copytree(whole / "step-6", half / "step-6")
+    resumed = _run(2, [*saves, str(half)])
+    assert f"resumed from {half / 'step-6'}, after 6 steps" in resumed
+    assert _held_out(resumed)[1] == _held_out(expected)[1]
+    shutil.rmtree(half / "step-12")
+    alone = _run(1, [*saves, str(half)])
+    assert abs(_held_out(alone)[1] - _held_out(expected)[1]) < 0.3
+
+
+def _run(nranks: int, options: list[str]) -> str:
+    first, *others = harness.run(_run_example, nranks, options, fresh=True, init=False, timeout_s=90.0)
+    for outcome in (first, *others):
+        assert (outcome.returncode, outcome.error) == (0, None), outcome.output
+    return first.output
+
+
+def _held_out(output: str) -> tuple[float, float]:
+    line = next(line for line in output.splitlines() if line.startswith("held-out loss: "))
+    return float(line.split()[2]), float(line.split()[4])

@@ -211,9 +211,13 @@ def _thawed(rank: int, nranks: int) -> None:
         first.optimizer.clear_grad()
     state = first.optimizer.state_dict()
     second = make()
-    renamed = dict(zip((p.name for p in first.model.parameters()), (p.name for p in second.model.parameters()), strict=True))
-    state["master_weights"] = {renamed[name]: value for name, value in state.get("master_weights", {}).items()}
-    second.optimizer.set_state_dict(state)
+    renamed = dict(
+        zip((p.name for p in first.model.parameters()), (p.name for p in second.model.parameters()), strict=True)
+    )
+    masters = {renamed[name]: value for name, value in state.pop("master_weights", {}).items()}
+    for before, after in renamed.items():
+        state = {key.replace(f"{before}_", f"{after}_"): value for key, value in state.items()}
+    second.optimizer.set_state_dict({**state, "master_weights": masters})
     for found, expected in zip(_shards(second.optimizer), _shards(first.optimizer), strict=True):
         np.testing.assert_array_equal(found, expected)
 

@@ -1,4 +1,7 @@
-"""The long loops: starts that must not fail, and steps in which nothing may grow. Ends with 1 if one did."""
+"""The long loops: starts that must not fail, kills that may cost nothing, steps in which nothing may grow.
+
+Ends with 1 if anything did.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tests import harness
-from tests.soak import growth, starts
+from tests.soak import growth, kills, starts
 from tests.soak.starts import Split
 
 MB = 2**20
@@ -48,6 +51,21 @@ def _tell(number: int, start: starts.Start) -> None:
         print(fault, flush=True)
 
 
+def _kills(arguments: argparse.Namespace, split: Split, stage: int) -> bool:
+    print(f"{arguments.count} kills, {split}, stage {stage}", flush=True)
+    found = kills.kill_many(arguments.count, split, stage, seed=arguments.seed, tell=_tell_life)
+    print(kills.table(found), flush=True)
+    return not any(life.faults for life in found)
+
+
+def _tell_life(number: int, life: kills.Life) -> None:
+    killed = f"killed {', '.join(map(str, life.victims))}" if life.victims else "left alone"
+    what = f"left {life.hit}" if life.hit else "between saves"
+    print(f"  {number + 1:3}: {life.total_s:6.2f} s, {len(life.saves)} saves, {killed}, {what}", flush=True)
+    for fault in life.faults:
+        print(fault, flush=True)
+
+
 def _steps(arguments: argparse.Namespace, split: Split, stage: int) -> bool:
     print(f"{arguments.count} steps of {arguments.model}, {split}, stage {stage}", flush=True)
     settings = {"stage": stage, "allgather_overlap": True, "reduce_overlap": True}
@@ -78,6 +96,7 @@ def _first_and_last(samples: list[growth.Sample]) -> str:
 
 LOOPS = {
     "starts": _Loop(_starts, [Split(2, 2)], [2]),
+    "kills": _Loop(_kills, [Split(1, 2), Split(2, 2)], [2, 3]),
     "steps": _Loop(_steps, [Split(1, 2), Split(2, 2)], [1, 2, 3]),
 }
 
@@ -87,10 +106,13 @@ def _parse() -> argparse.Namespace:
     loops = parser.add_subparsers(dest="loop", required=True)
     again = loops.add_parser("starts", help="start a job again and again: groups, three steps, a clean end")
     again.add_argument("--count", type=_at_least_one, default=50, help="starts of each split and stage (default: 50)")
+    killed = loops.add_parser("kills", help="kill a training while it saves, and go on from what is left")
+    killed.add_argument("--count", type=_at_least_one, default=50, help="kills of each split and stage (default: 50)")
+    killed.add_argument("--seed", type=int, default=0, help="of the moments and victims (default: 0)")
     steps = loops.add_parser("steps", help="train many steps, in which nothing may grow")
     steps.add_argument("--count", type=_at_least_one, default=2000, help="steps after the warm-up (default: 2000)")
     steps.add_argument("--model", choices=["mlp", "gpt", "gpt_recompute", "conv"], default="gpt", help="default: gpt")
-    for name, each in (("starts", again), ("steps", steps)):
+    for name, each in (("starts", again), ("kills", killed), ("steps", steps)):
         splits, stages = (" ".join(map(str, usual)) for usual in (LOOPS[name].splits, LOOPS[name].stages))
         each.add_argument("--split", type=Split.parse, nargs="+", help=f"replicas x shard ranks (default: {splits})")
         each.add_argument("--stage", type=int, choices=[1, 2, 3], nargs="+", help=f"default: {stages}")

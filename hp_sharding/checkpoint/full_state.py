@@ -1,0 +1,159 @@
+"""What goes into files of whole tensors, as far as it is known before there is any data, and what such files hold.
+
+Tensors are fetched one by one, in the order of these lists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CheckpointError
+from .lazy import LazyTensor
+from .source import MODEL, OPTIMIZER, STORAGE, TensorInfo
+
+Array = npt.NDArray[Any]
+Fetch = Callable[[str], Array]
+"""Logical name -> its whole value, of ``STORAGE``; called once for each, and not needed any more at the next call."""
+
+BLOCK_NUMEL = 1 << 18
+"""Elements that are rounded, compared or checked at a time."""
+
+
+class FullParam(NamedTuple):
+    """A parameter or buffer.
+
+    Attributes:
+        structured: its key in ``model.state_dict()``.
+        param_name: ``parameter.name``, of which Paddle makes the keys of ``.pdopt``.
+        info: what is fetched.
+        file_dtype: what the file of weights gets. Where ``info`` says otherwise, it is rounded to that, and what was
+            fetched is saved as the float32 master weight beside the optimizer's state.
+    """
+
+    structured: str
+    param_name: str
+    info: TensorInfo
+    file_dtype: str
+
+    @property
+    def has_master(self) -> bool:
+        """Whether a float32 master is saved apart."""
+        return self.file_dtype != self.info.dtype
+
+
+class FullMoment(NamedTuple):
+    """What the optimizer keeps of a parameter: ``optimizer/<structured>/<moment>``."""
+
+    structured: str
+    moment: str
+    info: TensorInfo
+
+
+class FullState(NamedTuple):
+    """All that is saved.
+
+    Attributes:
+        params: in the order of ``model.state_dict()``, tied ones once.
+        aliases: structured names of tied parameters -> the one under which it is in ``params``.
+        moments: empty where the optimizer keeps nothing.
+        has_optimizer: whether there is an optimizer, and so a second file.
+        optimizer_name: ``name`` that the user gave the optimizer, if any; Paddle puts it into the keys.
+        state: what is not tensors, as ``TensorSource.state``. ``.pdopt`` has room for ``lr_scheduler`` only.
+    """
+
+    params: Sequence[FullParam]
+    aliases: Mapping[str, str] = {}
+    moments: Sequence[FullMoment] = ()
+    has_optimizer: bool = False
+    optimizer_name: str = ""
+    state: Mapping[str, Any] = {}
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether any float32 master goes to the optimizer's file."""
+        return self.has_optimizer and any(param.has_master for param in self.params)
+
+    def aliases_of(self, structured: str) -> list[str]:
+        """The other names of a tied parameter."""
+        return [alias for alias, first in self.aliases.items() if first == structured]
+
+
+class Found(NamedTuple):
+    """What is in the files of one prefix, by logical names as in ``source``."""
+
+    tensors: dict[str, LazyTensor]
+    aliases: dict[str, str]
+    state: dict[str, Any]
+
+
+class Target(Protocol):
+    """Files that are written side by side, each value once and in order. Every method may raise CheckpointError."""
+
+    def weight(self, param: FullParam, blocks: Iterable[Array]) -> None:
+        """Writes it as ``file_dtype``; flat blocks."""
+
+    def master(self, param: FullParam, array: Array) -> None:
+        """Writes the float32 master of the weight that came before."""
+
+    def moment(self, moment: FullMoment, array: Array) -> None:
+        """Comes after all weights."""
+
+    def commit(self) -> None:
+        """Everything is on the disk, then the files take their places."""
+
+    def discard(self) -> None:
+        """Leaves nothing behind. Safe after ``commit``."""
+
+
+def write_to(target: Target, state: FullState, fetch: Fetch) -> None:
+    """Fetches everything, and writes it. One fetched tensor is held at a time.
+
+    Raises:
+        CheckpointError: it cannot be written; what was there before still is.
+    """
+    try:
+        for param in state.params:
+            array = _fetched(fetch, f"{MODEL}{param.structured}", param.info)
+            target.weight(param, _as_stored(array, param))
+            if param.has_master and state.has_optimizer:
+                target.master(param, array)
+            del array
+        for moment in state.moments:
+            array = _fetched(fetch, f"{OPTIMIZER}{moment.structured}/{moment.moment}", moment.info)
+            target.moment(moment, array)
+            del array
+        target.commit()
+    finally:
+        target.discard()
+
+
+def flat_blocks(array: Array) -> Iterator[Array]:
+    """All of a contiguous array at once: it is in memory already."""
+    if array.size:
+        yield array.reshape(-1)
+
+
+def _fetched(fetch: Fetch, name: str, info: TensorInfo) -> Array:
+    array = fetch(name)
+    if array.dtype != STORAGE[info.dtype] or array.size != math.prod(info.shape):
+        raise CheckpointError(
+            f"{name} should be {info.dtype} of shape {list(info.shape)}, but is {array.dtype} of {list(array.shape)}",
+            parameter=name,
+        )
+    return np.asarray(array, order="C")
+
+
+def _as_stored(array: Array, param: FullParam) -> Iterator[Array]:
+    if not param.has_master:
+        yield from flat_blocks(array)
+        return
+    from .blocks import as_dtype  # imports Paddle, which the command line does not need otherwise
+
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, BLOCK_NUMEL):
+        yield as_dtype(flat[start : start + BLOCK_NUMEL], param.info.dtype, param.file_dtype)
