@@ -15,7 +15,7 @@ from .config import ShardingConfig
 from .gradients import LocalGrad, check_finite_norm, check_gradient, check_norm_type
 from .nonfinite import Finding, describe, non_finite_error, not_raised
 from .numerics import count_nonfinite, sum_of_squares
-from .sharded_weights import Part, model_weights, optimizer_weights
+from .sharded_weights import UpdatedPart, model_weights, optimizer_weights
 from .states import set_plain_state
 from .timeline import Timeline
 from .updates import optimizer_params
@@ -149,7 +149,7 @@ class PlainOptimizer:
 
     def sharded_state_dict(self, model_sharded_state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Moments and masters for ``flex_checkpoint``; see ``ShardedOptimizer.sharded_state_dict``."""
-        parts = {param.name: Part(param, None) for param in optimizer_params(self._inner)}
+        parts = {param.name: UpdatedPart(param, None) for param in optimizer_params(self._inner)}
         return optimizer_weights(self._inner, parts, self._inner._master_weights, model_sharded_state_dict)
 
     def model_sharded_state_dict(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from .moments import Moment, moments_of
 from .views import dense, point_at
 
 
-class Part(NamedTuple):
+class UpdatedPart(NamedTuple):
     """What an optimizer updates of one parameter.
 
     Attributes:
@@ -37,15 +37,15 @@ class Part(NamedTuple):
     start: int | None
 
 
-def slices_of(buffers: Iterable[FusedCommBuffer]) -> dict[str, Part]:
+def slices_of(buffers: Iterable[FusedCommBuffer]) -> dict[str, UpdatedPart]:
     """Parameter name -> the part that this rank updates; nothing where it has none."""
     pieces = (piece for buffer in buffers for piece in buffer.slices)
-    return {piece.tensor.name: Part(piece.tensor, piece.param_start_numel) for piece in pieces}
+    return {piece.tensor.name: UpdatedPart(piece.tensor, piece.param_start_numel) for piece in pieces}
 
 
 def optimizer_weights(
     inner: paddle.optimizer.Optimizer,
-    parts: Mapping[str, Part],
+    parts: Mapping[str, UpdatedPart],
     masters: Mapping[str, paddle.Tensor],
     model: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def model_weights(model: nn.Layer, buffers: Iterable[FusedCommBuffer]) -> dict[s
     return found
 
 
-def _moment_weights(key: str, moment: Moment, like: Any, part: Part) -> dict[str, Any]:
+def _moment_weights(key: str, moment: Moment, like: Any, part: UpdatedPart) -> dict[str, Any]:
     if not moment.per_element:
         return {key: _whole(key, moment.tensor)}
     if not moment.rows:

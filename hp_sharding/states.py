@@ -67,11 +67,10 @@ class RankState:
         self._check_layout(state.pop(LAYOUT_KEY, None))
         masters = _as_dict(state.pop(MASTERS_KEY, {}), self._where, key=MASTERS_KEY)
         rates = _Rates(self._inner, state, self._where)
-        slices = _slices(self._buffers)
-        held = [slices[param.name] for param in optimizer_params(self._inner) if param.name in slices]
-        moments = _Moments(self._inner, held, state, self._where)
+        moments = _Moments(self._inner, self._held(), state, self._where)
         self._check_masters(masters)
-        moments.take()
+        self._thaw(masters)
+        moments.take(self._held())  # slices of what has thawed are new ones
         self._take_masters(masters)
         rates.take()
 
@@ -116,12 +115,21 @@ class RankState:
             where = f"{self._where}'{MASTERS_KEY}' of parameter '{name}'"
             _check_value(given.get(name), list(part.shape), "float32", where)
 
+    def _held(self) -> list[EagerParamBase]:
+        """What this rank updates, in the order of the optimizer's parameters."""
+        slices = _slices(self._buffers)
+        return [slices[param.name] for param in optimizer_params(self._inner) if param.name in slices]
+
     @paddle.no_grad()
-    def _take_masters(self, given: Mapping[str, Any]) -> None:
-        self._schedule.gathers.finish_under_way()  # a gather reads what is written here
+    def _thaw(self, given: Mapping[str, Any]) -> None:
+        """What has masters in the state has them here from now on; moments are filed accordingly."""
+        self._schedule.gathers.finish_under_way()  # a gather reads what is written from here on
         for buffer in self._buffers:
             if _is_in(buffer, given):
-                buffer.thaw()  # as it had when the state was saved
+                buffer.thaw()
+
+    @paddle.no_grad()
+    def _take_masters(self, given: Mapping[str, Any]) -> None:
         for name, part in self.masters().items():
             if name in given:
                 _write(part, given[name])
@@ -147,7 +155,7 @@ def set_plain_state(inner: paddle.optimizer.Optimizer, state_dict: Mapping[str, 
     for name, param in expected.items():
         if name in masters or name in moments.found:
             _check_value(masters.get(name), param.shape, "float32", f"'{MASTERS_KEY}' of parameter '{name}'")
-    moments.take()
+    moments.take(params)
     with paddle.no_grad():
         for name, value in masters.items():
             set_master(inner, expected[name], _as_tensor(value, "float32"))
@@ -208,9 +216,8 @@ class _Moments:
         where: str,
     ) -> None:
         self._inner = inner
-        self._params = list(params)
         self._where = where
-        places = self._places()
+        places = self._places(params)
         self._check_keys(state, places)
         self.found: dict[str, dict[str, Any]] = {}
         for key, value in state.items():
@@ -223,10 +230,10 @@ class _Moments:
         self._check_complete(places.values())
 
     @paddle.no_grad()
-    def take(self) -> None:
-        """Makes, fills or forgets the moments of each parameter."""
+    def take(self, params: Sequence[EagerParamBase]) -> None:
+        """Makes, fills or forgets the moments of each of ``params``, which may have become others of the same names."""
         forgotten = []
-        for param in self._params:
+        for param in params:
             if param.name in self.found:
                 for moment in make_moments(self._inner, param):
                     _write(moment.tensor, self.found[param.name][moment.name])
@@ -240,15 +247,15 @@ class _Moments:
                 "when it was saved, and begin anew",
                 self._where,
                 len(forgotten),
-                len(self._params),
+                len(params),
                 forgotten[0],
             )
 
-    def _places(self) -> dict[str, _Place]:
+    def _places(self, params: Sequence[EagerParamBase]) -> dict[str, _Place]:
         prefix = "" if self._inner._name is None else f"{self._inner._name}_"
         return {
             f"{param.name}_{prefix}{moment}": _Place(param, moment, kind)
-            for param in self._params
+            for param in params
             for moment, kind in kinds_of(self._inner, param).items()
         }
 

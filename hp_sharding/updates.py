@@ -19,9 +19,10 @@ from .nonfinite import NonFiniteCheck
 from .numerics import GradientPart, NormClipper, RankSums, measure, norm_domains, whole_parts
 from .timeline import Timeline
 
-_ELEMENTWISE = (
+ELEMENTWISE = (
     "SGD", "Momentum", "Adam", "AdamW", "Adagrad", "RMSProp", "Adamax", "Adadelta", "NAdam", "RAdam", "Rprop", "ASGD",
 )  # fmt: skip
+"""Paddle's optimizers that update each element by itself."""
 _NOT_ELEMENTWISE = {
     "Lamb": "scales each update by the norms of the whole parameter and its update",
     "LBFGS": "uses inner products over all parameters",
@@ -42,13 +43,12 @@ def check_optimizer(optimizer: Any) -> None:
     for kind in kinds:
         if kind in _NOT_ELEMENTWISE:
             raise ConfigError(
-                f"{kind} cannot be sharded by element: it {_NOT_ELEMENTWISE[kind]}. Use one of "
-                f"{', '.join(_ELEMENTWISE)}"
+                f"{kind} cannot be sharded by element: it {_NOT_ELEMENTWISE[kind]}. Use one of {', '.join(ELEMENTWISE)}"
             )
-    if not set(kinds) & set(_ELEMENTWISE):
+    if not set(kinds) & set(ELEMENTWISE):
         raise ConfigError(
             f"{kinds[0]} is not known to update element by element, so its state cannot be sharded safely. Use one of "
-            f"{', '.join(_ELEMENTWISE)} or a subclass of it"
+            f"{', '.join(ELEMENTWISE)} or a subclass of it"
         )
     if optimizer._use_multi_tensor:
         raise ConfigError(f"{kinds[0]}(use_multi_tensor=True): not supported with sharding; leave it False")

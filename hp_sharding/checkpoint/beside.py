@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CheckpointError
-from .durable import failed, make_folder, new_file, remove, sync_folder, write_all
+from .durable import failed, make_folder, new_file, remove, sync_folder, syncing_behind, write_all
 
 _SMALL_BYTES = 1 << 16
 
@@ -39,6 +39,7 @@ class FileBeside:
         self._stack = contextlib.ExitStack()
         try:
             self._fd = self._stack.enter_context(new_file(self._partial, replace=True))
+            self._wrote = self._stack.enter_context(syncing_behind(self._fd))
         except OSError as error:
             raise failed(error, self.path, "cannot be written") from error
 
@@ -84,6 +85,7 @@ class FileBeside:
         try:
             write_all(self._fd, memoryview(small))
             write_all(self._fd, data)
+            self._wrote(len(small) + data.nbytes)
         except OSError as error:
             raise self._failed(error, parameter) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -11,9 +12,9 @@ from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
 from . import values
-from .folder import INDEX_NAME, Checkpoint, open_checkpoint, read_index
+from .folder import INDEX_NAME, Checkpoint, read_index
 from .index import VERSION, Index
-from .opened import OURS
+from .opened import OURS, open_complete
 from .source import TensorSource
 
 _RANK_STATE = re.compile(r"rank/(\d+)/state")
@@ -21,8 +22,8 @@ _SHOWN_ELEMENTS = 8
 """Of an array in the state; of a larger one only what it is."""
 
 
-class Tensor(NamedTuple):
-    """One tensor.
+class StoredTensor(NamedTuple):
+    """One tensor as a checkpoint has it.
 
     Attributes:
         name: logical name.
@@ -60,7 +61,7 @@ class Contents(NamedTuple):
     version: int | None = None
     saved_at: float | None = None
     files: Mapping[str, int] = {}
-    tensors: list[Tensor] = []  # noqa: RUF012
+    tensors: list[StoredTensor] = []  # noqa: RUF012
     aliases: Mapping[str, str] = {}
     state: Mapping[str, Any] = {}
     leftovers: Mapping[str, int] = {}
@@ -101,7 +102,7 @@ def contents_of_folder(path: str | os.PathLike[str]) -> Contents:
         leftovers=_leftovers(folder, index.save_id),
     )
     try:
-        with open_checkpoint(folder) as checkpoint:
+        with open_complete(folder) as checkpoint:
             return found._replace(state={**found.state, **_rank_states(checkpoint)})
     except CheckpointError as error:
         return found._replace(damage=str(error))
@@ -110,7 +111,7 @@ def contents_of_folder(path: str | os.PathLike[str]) -> Contents:
 def contents_of_files(source: TensorSource) -> Contents:
     """What is in whole files."""
     tensors = [
-        Tensor(name, info.shape, info.dtype, info.nbytes, [Path(source.file_of(name)).name], 1)
+        StoredTensor(name, info.shape, info.dtype, info.nbytes, [Path(source.file_of(name)).name], 1)
         for name, info in source.tensors.items()
     ]
     paths = {source.file_of(name) for name in source.tensors}
@@ -162,16 +163,16 @@ def _readable_array(encoded: Mapping[str, Any]) -> Any:
     return readable(values.encode(found, where="").json)
 
 
-def _tensors_of(index: Index) -> list[Tensor]:
+def _tensors_of(index: Index) -> list[StoredTensor]:
     found = []
     for name, entry in index.tensors.items():
         files = sorted({chunk.file for chunk in entry.chunks})
         names = [index.files[file].name for file in files]
-        found.append(Tensor(name, entry.shape, entry.dtype, entry.info.nbytes, names, len(entry.chunks)))
+        found.append(StoredTensor(name, entry.shape, entry.dtype, entry.info.nbytes, names, len(entry.chunks)))
     return sorted(found, key=_natural)
 
 
-def _natural(tensor: Tensor) -> list[tuple[int, str]]:
+def _natural(tensor: StoredTensor) -> list[tuple[int, str]]:
     """Orders layer 2 before layer 10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", tensor.name)]
 
@@ -182,14 +183,29 @@ def _leftovers(folder: Path, save_id: str) -> dict[str, int]:
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name) if folder.is_dir() else []:
         match = OURS.fullmatch(entry.name)
         if match and match[1] != save_id:
-            found[entry.name] = entry.stat().st_size
+            with contextlib.suppress(FileNotFoundError):  # of a save that is under way
+                found[entry.name] = entry.stat().st_size
     return found
 
 
 def _rank_states(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What each rank has of its own, under ``ranks`` and its number."""
+    """What each rank has of its own, under ``ranks`` and its number.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
     found = {}
-    for name, info in checkpoint.tensors.items():
+    for name in checkpoint.tensors:
         if match := _RANK_STATE.fullmatch(name):
-            found[match[1]] = readable(json.loads(checkpoint.read(name, 0, info.numel).tobytes()))
+            found[match[1]] = _rank_state(checkpoint, name)
     return {"ranks": {rank: found[rank] for rank in sorted(found, key=int)}} if found else {}
+
+
+def _rank_state(checkpoint: Checkpoint, name: str) -> Any:
+    checkpoint.check(name)
+    try:
+        return readable(json.loads(checkpoint.read(name, 0, checkpoint.tensors[name].numel).tobytes()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        file = checkpoint.file_of(name)
+        why = f"{name} makes no sense ({type(error).__name__}: {error})"
+        raise CheckpointError(f"{file} is damaged: {why}", file=file, parameter=name) from error

@@ -21,7 +21,7 @@ from . import values
 from .folder import Checkpoint, Save, new_save_id
 from .full_state import FullMoment, FullParam, FullState
 from .source import MODEL, OPTIMIZER, SPLIT_MARK, STORAGE, TensorInfo, TensorSource
-from .tensor_file import Piece
+from .tensor_file import Piece, array_piece
 from .unpickled import PickledFile
 from .whole_files import FORMATS, write_paddle, write_safetensors
 
@@ -112,7 +112,7 @@ class _Described(NamedTuple):
 def _write_sharded(source: TensorSource, target: Path, n_files: int, on_progress: Progress) -> None:
     described = _described(source)
     pieces = [[_piece(source, run, on_progress) for run in runs] for runs in _dealt_out(source.tensors, n_files)]
-    pieces[0] += [_array_piece(name, array) for name, array in described.arrays.items()]
+    pieces[0] += [array_piece(name, array) for name, array in described.arrays.items()]
     save_id = new_save_id()
     saves = [Save(target, save_id, part, n_files) for part in range(n_files)]
     try:
@@ -192,11 +192,6 @@ def _blocks(source: TensorSource, run: _Run, on_progress: Progress) -> Iterator[
         block = source.read(run.name, start, min(start + step, run.stop))
         yield block
         on_progress(block.nbytes)
-
-
-def _array_piece(name: str, array: npt.NDArray[Any]) -> Piece:
-    info = values.info(array)
-    return Piece(name, info, 0, info.numel, lambda: iter([array.reshape(-1).view(np.uint8)]))
 
 
 # -- into whole files --------------------------------------------------------------------------------------------------

@@ -8,17 +8,19 @@ leaves the one or the other, and a folder with data files alone is a save that d
 
 from __future__ import annotations
 
+import errno
+import json
 import logging
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
 from .durable import failed, make_folder, remove, replace_file, sync_folder
-from .index import Index, Written, merge
+from .index import FORMAT, Index, Written, merge
 from .opened import (
     INDEX_NAME,
     OURS,
@@ -45,6 +47,12 @@ __all__ = [
 
 _logger = logging.getLogger("hp_sharding")
 _UNKNOWN = "unknown"
+SEEN_WITHIN_S = 60.0
+"""How long what another machine has written may take to show here. Network file systems keep what they know of names
+and sizes for as long, and of names that were not there, too."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 2.0
+_UNSEEN = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+"""What the system answers of a file that is not there, or no longer the one that it was."""
 
 
 def new_save_id() -> str:
@@ -70,6 +78,8 @@ class Save:
         self.part = part
         self.n_parts = n_parts
         self._own: list[Path] = []
+        self._seen: set[int] = set()
+        self._indexed: tuple[tuple[int, ...], str] = ((), "")
 
     def write(self, pieces: Iterable[Piece]) -> None:
         """Writes this part's data file and manifest; they are on the disk when this returns.
@@ -93,26 +103,71 @@ class Save:
     def missing_parts(self) -> list[int]:
         """Parts that have not written yet, or whose files cannot be seen from here.
 
+        A part that was seen once is not asked for again.
+
+        Raises:
+            CheckpointError: one of them has given up, or the folder cannot be read.
+        """
+        self._seen.update(self._there(part for part in range(self.n_parts) if part not in self._seen))
+        missing = [part for part in range(self.n_parts) if part not in self._seen]
+        failed_parts = sorted(self._there(missing, "failed"))
+        if failed_parts:
+            raise CheckpointError(f"{self.path}: parts {failed_parts} could not be written; those ranks say why")
+        return missing
+
+    def give_up(self) -> None:
+        """Lets whoever waits for this part know that it will not come. Never raises: the disk may be full."""
+        path = self.path / self._name(self.part, "failed")
+        try:
+            path.touch()
+        except OSError as error:
+            _logger.debug("%s: %s", path, error)
+        else:
+            self._own.append(path)
+
+    def check_place(self) -> None:
+        """Refuses a folder whose index is something else's, and would be replaced. For one rank, before writing.
+
+        Raises:
+            CheckpointError: so it is.
+        """
+        path = self.path / INDEX_NAME
+        try:
+            found = json.loads(path.read_bytes())
+        except (OSError, ValueError):
+            return  # none, or one of ours that is damaged
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{path} is not that of a checkpoint, and a save would replace it. Save to another folder",
+                file=str(path),
+            )
+
+    def bytes_so_far(self) -> int:
+        """Bytes of all files of this save that can be seen from here, whole or not: a save that is alive adds some.
+
         Raises:
             CheckpointError: the folder cannot be read.
         """
-        names = set(list_names(self.path))
-        return [part for part in range(self.n_parts) if self._name(part, "json") not in names]
+        kinds = ("safetensors", "json", "json.partial")
+        paths = (self.path / self._name(part, kind) for part in range(self.n_parts) for kind in kinds)
+        return sum(map(_size_now, paths))
 
     def clear_leftovers(self) -> None:
         """Removes what saves that did not finish have left, so that they do not fill the disk. For one rank.
 
+        Whatever is neither this save's nor the checkpoint's goes, and so do files of another save to the same folder
+        that is still running: one save at a time writes to a folder.
+
         Raises:
             CheckpointError: the folder cannot be read.
         """
-        if not os.path.isdir(self.path):
-            return
-        indexed = self._indexed_id()
-        if indexed != _UNKNOWN:
-            self._remove_others({self.save_id, indexed})
+        if os.path.isdir(self.path):
+            self._remove_others()
 
     def commit(self, state: Any, aliases: Mapping[str, str]) -> None:
         """Makes what all parts have written the checkpoint in this folder. For one rank, when all have written.
+
+        What other machines have written may take up to ``SEEN_WITHIN_S`` to show here, and is waited for.
 
         Args:
             state: what is not tensors, as JSON.
@@ -128,7 +183,8 @@ class Save:
         index.check(str(index_path))
         before = self._index_now()
         self._put_index(index.to_json())
-        missing = self.missing_parts()
+        there = self._there(range(self.n_parts))
+        missing = [part for part in range(self.n_parts) if part not in there]
         if missing:
             self._put_index(before)
             raise CheckpointError(f"{self.path}: parts {missing} have given up. What was there before is as it was")
@@ -147,7 +203,7 @@ class Save:
         # it commits at this moment, one of the two sees the other.
         own, self._own = self._own, []
         for path in own:
-            if path.suffix == ".json" or self._indexed_id() not in (self.save_id, _UNKNOWN):
+            if path.suffix == ".json" or self._may_go(self.save_id):
                 _remove(path)
 
     def _index_now(self) -> bytes | None:
@@ -167,10 +223,21 @@ class Save:
         else:
             replace_file(path, data, beside=self.path / f"{self.save_id}-{INDEX_NAME}.partial")
 
+    def _may_go(self, save_id: str) -> bool:
+        """Whether files of that save are surely not those of the checkpoint that is there now."""
+        return self._indexed_id() not in (save_id, _UNKNOWN)
+
     def _indexed_id(self) -> str:
         """Of the checkpoint in the folder; empty where there is none, ``_UNKNOWN`` where that cannot be told."""
+        path = self.path / INDEX_NAME
         try:
-            return read_index(self.path).save_id if INDEX_NAME in os.listdir(self.path) else ""
+            # Opened and not looked for: only this asks a network file system what is there now.
+            with path.open("rb") as file:
+                stat = os.fstat(file.fileno())
+                version = (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+                if version != self._indexed[0]:
+                    self._indexed = (version, Index.from_json(file.read(), file=str(path)).save_id)
+                return self._indexed[1]
         except (FileNotFoundError, NotADirectoryError):
             return ""
         except (OSError, CheckpointError) as error:
@@ -180,38 +247,55 @@ class Save:
     def _remove_old(self) -> None:
         """What is of no more use once the index is there."""
         try:
-            self._remove_others({self.save_id})
+            self._remove_others()
         except CheckpointError as error:
             _logger.warning("files of the checkpoint before are still there: %s", error)
         for part in range(self.n_parts):
             _remove(self.path / self._name(part, "json"))
 
+    def _there(self, parts: Iterable[int], kind: str = "json") -> set[int]:
+        """Those of ``parts`` whose manifest is there, or another file of theirs."""
+        return {part for part in parts if _size_of(self.path / self._name(part, kind), missing=-1) >= 0}
+
     def _manifests(self) -> list[Written]:
-        missing = self.missing_parts()
+        """All of them, once they and their data files are seen."""
+        read: dict[int, Written] = {}
+        seen: set[int] = set()
+        for _ in _looks():
+            for part in range(self.n_parts):
+                if part not in read:
+                    self._read_manifest(part, read)
+                if part in read and part not in seen and self._has_data(read[part]):
+                    seen.add(part)
+            if len(seen) == self.n_parts:
+                return [read[part] for part in range(self.n_parts)]
+        missing = [part for part in range(self.n_parts) if part not in read]
         if missing:
             raise self._unseen(self._name(missing[0], "json"), f"parts {missing} of {self.n_parts}")
-        parts = []
-        for part in range(self.n_parts):
-            path = self.path / self._name(part, "json")
-            try:
-                data = path.read_bytes()
-            except OSError as error:
-                raise failed(error, path, "cannot be read") from error
-            parts.append(Written.from_json(data, file=str(path), save_id=self.save_id))
-            self._check_size(parts[-1])
-        return parts
+        first = min(part for part in range(self.n_parts) if part not in seen)
+        raise self._unseen(read[first].file.name, f"all of its file {read[first].file.name}")
 
-    def _check_size(self, part: Written) -> None:
-        path = self.path / part.file.name
+    def _read_manifest(self, part: int, read: dict[int, Written]) -> None:
+        """Adds it to ``read``, if it is there."""
+        path = self.path / self._name(part, "json")
         try:
-            found = path.stat().st_size
+            data = path.read_bytes()
         except OSError as error:
-            raise self._unseen(part.file.name, f"its file {path.name}") from error
-        if found != part.file.nbytes:
+            if error.errno not in _UNSEEN:
+                raise failed(error, path, "cannot be read") from error
+            return
+        read[part] = Written.from_json(data, file=str(path), save_id=self.save_id)
+
+    def _has_data(self, part: Written) -> bool:
+        """Whether all of its data file is there."""
+        path = self.path / part.file.name
+        found = _size_of(path)
+        if found > part.file.nbytes:
             raise CheckpointError(
                 f"{path} has {found} bytes, and {part.file.nbytes} were written: does something else write here?",
                 file=str(path),
             )
+        return found == part.file.nbytes
 
     def _unseen(self, name: str, what: str) -> CheckpointError:
         return CheckpointError(
@@ -220,10 +304,12 @@ class Save:
             file=str(self.path / name),
         )
 
-    def _remove_others(self, keep: set[str]) -> None:
+    def _remove_others(self) -> None:
+        """Files of saves that are neither this one nor, at the moment when they would go, the checkpoint."""
+        # Whoever else commits now makes files that are listed here those of the checkpoint. So the index is asked last.
         for name in list_names(self.path):
             match = OURS.fullmatch(name)
-            if match and match[1] not in keep:
+            if match and match[1] != self.save_id and self._may_go(match[1]):
                 _remove(self.path / name)
 
     def _name(self, part: int, kind: str) -> str:
@@ -233,3 +319,35 @@ class Save:
 def _remove(path: Path) -> None:
     if not remove(path):
         _logger.warning("%s is of no more use and cannot be removed", path)
+
+
+def _size_of(path: Path, *, missing: int = 0) -> int:
+    """Bytes of a file, ``missing`` where it is not there."""
+    try:
+        # Opened, since a network file system asks anew only then.
+        with path.open("rb", buffering=0) as file:
+            return os.fstat(file.fileno()).st_size
+    except OSError as error:
+        if error.errno in _UNSEEN:
+            return missing
+        raise failed(error, path, "cannot be read") from error
+
+
+def _size_now(path: Path) -> int:
+    """Bytes of a file that may be just being written; cheaper, and on a network file system some seconds old."""
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        if error.errno in _UNSEEN:
+            return 0
+        raise failed(error, path, "cannot be read") from error
+
+
+def _looks() -> Iterator[None]:
+    """Gives a turn at once and then, after pauses that grow, until ``SEEN_WITHIN_S`` is over; the last one then."""
+    deadline_s, pause_s = time.monotonic() + SEEN_WITHIN_S, _FIRST_PAUSE_S
+    yield
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        time.sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        yield

@@ -20,8 +20,13 @@ Array = npt.NDArray[Any]
 Fetch = Callable[[str], Array]
 """Logical name -> its whole value, of ``STORAGE``; called once for each, and not needed any more at the next call."""
 
+Wrote = Callable[[int], None]
+"""Told of the bytes of values that were written since; see ``FullState.bytes_of`` for how many there will be."""
+
 BLOCK_NUMEL = 1 << 18
 """Elements that are rounded, compared or checked at a time."""
+_WRITE_NUMEL = 1 << 22
+"""Elements that are written at a time."""
 
 
 class FullParam(NamedTuple):
@@ -78,6 +83,11 @@ class FullState(NamedTuple):
         """Whether any float32 master goes to the optimizer's file."""
         return self.has_optimizer and any(param.has_master for param in self.params)
 
+    def bytes_of(self, param: FullParam) -> int:
+        """How much is written of a parameter, with its master."""
+        weight = TensorInfo(param.info.shape, param.file_dtype).nbytes
+        return weight + (param.info.nbytes if param.has_master and self.has_optimizer else 0)
+
     def aliases_of(self, structured: str) -> list[str]:
         """The other names of a tied parameter."""
         return [alias for alias, first in self.aliases.items() if first == structured]
@@ -97,35 +107,35 @@ class Target(Protocol):
     def weight(self, param: FullParam, blocks: Iterable[Array]) -> None:
         """Writes it as ``file_dtype``; flat blocks."""
 
-    def master(self, param: FullParam, array: Array) -> None:
+    def master(self, param: FullParam, blocks: Iterable[Array]) -> None:
         """Writes the float32 master of the weight that came before."""
 
-    def moment(self, moment: FullMoment, array: Array) -> None:
+    def moment(self, moment: FullMoment, blocks: Iterable[Array]) -> None:
         """Comes after all weights."""
 
     def commit(self) -> None:
-        """Everything is on the disk, then the files take their places."""
+        """Everything is on the disk, then the files take their places: the optimizer's first, then the weights."""
 
     def discard(self) -> None:
         """Leaves nothing behind. Safe after ``commit``."""
 
 
-def write_to(target: Target, state: FullState, fetch: Fetch) -> None:
+def write_to(target: Target, state: FullState, fetch: Fetch, *, wrote: Wrote | None = None) -> None:
     """Fetches everything, and writes it. One fetched tensor is held at a time.
 
     Raises:
-        CheckpointError: it cannot be written; what was there before still is.
+        CheckpointError: it cannot be written. Unless the last rename of several failed, what was there before still is.
     """
     try:
         for param in state.params:
             array = _fetched(fetch, f"{MODEL}{param.structured}", param.info)
-            target.weight(param, _as_stored(array, param))
+            target.weight(param, _telling(_as_stored(array, param), wrote))
             if param.has_master and state.has_optimizer:
-                target.master(param, array)
+                target.master(param, _telling(flat_blocks(array), wrote))
             del array
         for moment in state.moments:
             array = _fetched(fetch, f"{OPTIMIZER}{moment.structured}/{moment.moment}", moment.info)
-            target.moment(moment, array)
+            target.moment(moment, _telling(flat_blocks(array), wrote))
             del array
         target.commit()
     finally:
@@ -133,9 +143,18 @@ def write_to(target: Target, state: FullState, fetch: Fetch) -> None:
 
 
 def flat_blocks(array: Array) -> Iterator[Array]:
-    """All of a contiguous array at once: it is in memory already."""
-    if array.size:
-        yield array.reshape(-1)
+    """A contiguous array in parts, which share its memory."""
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, _WRITE_NUMEL):
+        yield flat[start : start + _WRITE_NUMEL]
+
+
+def _telling(blocks: Iterable[Array], wrote: Wrote | None) -> Iterator[Array]:
+    """The blocks; whoever asks for the next one has written the one before."""
+    for block in blocks:
+        yield block
+        if wrote is not None:
+            wrote(block.nbytes)
 
 
 def _fetched(fetch: Fetch, name: str, info: TensorInfo) -> Array:

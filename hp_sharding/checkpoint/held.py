@@ -14,14 +14,16 @@ import paddle
 from paddle import nn
 from paddle.base.framework import EagerParamBase
 
+from .. import guard
 from ..buffer import FusedCommBuffer, Status
 from ..config import SHORT_DTYPES
-from ..errors import ConfigError
+from ..errors import ConfigError, LayoutError
 from ..optimizer import ShardedOptimizer
 from ..plain import PlainOptimizer
 from ..precision import dtype_name
 from ..schedule import Schedule, schedule_of
-from ..updates import optimizer_params
+from ..units import is_statistic
+from ..updates import ELEMENTWISE, optimizer_params
 from .ranks import Ranks
 from .source import MODEL, SPLIT_MARK, STORAGE, TensorInfo
 
@@ -49,6 +51,7 @@ class HeldTensor(NamedTuple):
         parts: what this rank holds of it.
         param: the parameter, or None for a buffer.
         place: of a parameter that is sharded; None for what every data rank holds whole.
+        is_running: a buffer or running statistic, which may differ between ranks: the first one's counts.
     """
 
     name: str
@@ -56,6 +59,7 @@ class HeldTensor(NamedTuple):
     parts: list[Part]
     param: EagerParamBase | None
     place: BucketPlace | None
+    is_running: bool = False
 
 
 class Updated(NamedTuple):
@@ -86,6 +90,7 @@ class Held:
         ranks: who takes part.
         schedule: of a wrapped model, else None.
         aliases: other logical names of tied parameters and buffers -> the name that stands for them.
+        unmade: logical names of buffers that get their value from the first forward -> the layer, and its name there.
     """
 
     def __init__(self, model: nn.Layer, optimizer: Any) -> None:
@@ -95,15 +100,33 @@ class Held:
         self.schedule: Schedule | None = schedule_of(model)
         self.ranks = Ranks(optimizer)
         self.aliases: dict[str, str] = {}
-        self._names: dict[int, str] = {}
+        self.unmade: dict[str, tuple[nn.Layer, str]] = {}
+        self._keys: dict[int, str] = {}
         self._order: list[tuple[str, paddle.Tensor]] = []
-        for key, tensor in _named_state(model):
-            name = self._marked(key, tensor)
-            first = self._names.setdefault(id(tensor), name)
-            if first == name:
-                self._order.append((name, tensor))
+        for key, tensor, layer in _named_state(model):
+            if tensor is None or (tensor.size and not isinstance(tensor, EagerParamBase) and not _has_value(tensor)):
+                self.unmade[MODEL + key] = (layer, key.rpartition(".")[2])
+                continue
+            first = self._keys.setdefault(id(tensor), key)
+            if first == key:
+                self._order.append((self._marked(key, tensor), tensor))
             else:
-                self.aliases[MODEL + name] = MODEL + first
+                self.aliases[MODEL + self._marked(key, tensor)] = MODEL + self._marked(first, tensor)
+        for param in (param for buffer in self.buffers for param in buffer.params):
+            if id(param) not in self._keys:
+                raise LayoutError(
+                    f"parameter '{param.name}' is no longer in the model that it was wrapped with, and nothing says "
+                    "what to call it. Freeze layers that are of no more use instead of removing them"
+                )
+        self._statistics = {id(tensor) for tensor in _statistics(model)}
+
+    def all_aliases(self) -> dict[str, str]:
+        """``aliases`` of every tensor-parallel rank."""
+        rank, n_ranks = self.ranks.tensor
+        own = f"{SPLIT_MARK}{rank}of{n_ranks}"
+        marks = [f"{SPLIT_MARK}{other}of{n_ranks}" for other in range(n_ranks)]
+        pairs = self.aliases.items()
+        return {alias.replace(own, mark): name.replace(own, mark) for alias, name in pairs for mark in marks}
 
     @property
     def buffers(self) -> list[FusedCommBuffer]:
@@ -118,8 +141,9 @@ class Held:
         for name, tensor in self._order:
             if id(tensor) in places:
                 found.append(_sharded(name, tensor, places[id(tensor)]))
-            elif tensor.size == 0 or tensor._is_initialized():  # buffers may get their value from the first forward
-                found.append(_whole(name, tensor, masters.get(tensor.name)))
+            else:
+                whole = _whole(name, tensor, masters.get(tensor.name))
+                found.append(whole._replace(is_running=whole.param is None or id(tensor) in self._statistics))
         return found
 
     def updated(self) -> list[Updated]:
@@ -146,13 +170,15 @@ class Held:
         if isinstance(self.optimizer, ShardedOptimizer):
             flags = zip(self.buffers, self.optimizer._reducer.used, strict=True)
             had = {id(param) for buffer, used in flags for param, flag in zip(buffer.params, used, strict=True) if flag}
-            return [name for name, tensor in self._order if id(tensor) in had]
+            return [self._keys[id(tensor)] for _, tensor in self._order if id(tensor) in had]
         return [updated.name for updated in self.updated() if updated.param.grad is not None]
 
     def set_used(self, names: Sequence[str]) -> None:
         """Lets the next step find what ``used`` said; gradients are zero where there are none."""
         chosen = set(names)
-        ids = {id(tensor) for name, tensor in self._order if name in chosen}
+        others = {alias.removeprefix(MODEL): name.removeprefix(MODEL) for alias, name in self.aliases.items()}
+        chosen |= {others[name] for name in names if name in others}
+        ids = {id(tensor) for _, tensor in self._order if self._keys[id(tensor)] in chosen}
         if isinstance(self.optimizer, ShardedOptimizer):
             for buffer, used in zip(self.buffers, self.optimizer._reducer.used, strict=True):
                 used[:] = [id(param) in ids for param in buffer.params]
@@ -171,7 +197,7 @@ class Held:
             return {}
         reducer, gathers = self.optimizer._reducer, self.optimizer._schedule.gathers
         of_buckets = {"reduce": reducer.order, "gather": gathers.order, "last": sorted(reducer._always_last)}
-        names = {id(tensor): name for name, tensor in self._order}
+        names = self._keys  # without marks: all tensor-parallel ranks read what one of them has written
         listed = {
             key: [names[id(param)] for bucket in buckets for param in self.buffers[bucket].params]
             for key, buckets in of_buckets.items()
@@ -184,7 +210,7 @@ class Held:
             return
         reducer, schedule = self.optimizer._reducer, self.optimizer._schedule
         last = set(orders["last"])
-        names = {id(tensor): name for name, tensor in self._order}
+        names = self._keys
         of_buckets = [[names[id(param)] for param in buffer.params] for buffer in self.buffers]
         reducer.adopt_order(_by_first(of_buckets, orders["reduce"], reducer.order))
         schedule.adopt_gather_order(_by_first(of_buckets, orders["gather"], schedule.gathers.order))
@@ -215,7 +241,9 @@ class Held:
             buffer.check_params()
 
     def prepare_writes(self) -> None:
-        """Before shards are written: what was written before is where it belongs, and no gather reads them."""
+        """Before shards are written: gradients are forgotten, and no gather reads shards. Collective."""
+        if self.optimizer is not None:
+            self.optimizer.clear_grad(set_to_zero=False)  # they are of other values
         if self.schedule is not None:
             self.schedule.begin_step()
             self.schedule.gathers.finish_under_way()
@@ -230,6 +258,12 @@ class Held:
         gathers.end_step()
         if self.buffers[0].place.keeps_full:
             gathers.finish_under_way()
+
+    def make(self, name: str, info: TensorInfo) -> paddle.Tensor:
+        """Gives an unmade buffer a tensor, of undefined content."""
+        layer, own_name = self.unmade[name]
+        layer._buffers[own_name] = paddle.empty(list(info.shape), info.dtype)
+        return layer._buffers[own_name]
 
     def _marked(self, key: str, tensor: paddle.Tensor) -> str:
         rank, n_ranks = self.ranks.tensor
@@ -260,26 +294,65 @@ def _inner_of(model: nn.Layer, optimizer: Any) -> Any:
     if schedule is not None:
         raise ConfigError(
             f"this {type(model).__name__} is sharded, and what it holds is known to its optimizer only: pass the "
-            "optimizer that fleet.distributed_optimizer or hp_sharding.shard returned"
+            "optimizer that fleet.distributed_optimizer or hp_sharding.shard returned. For the parameters alone, load "
+            "before wrapping"
         )
-    if optimizer is None or isinstance(optimizer, PlainOptimizer):
-        return None if optimizer is None else optimizer._inner
+    shared = guard.held_param(model)
+    if shared is not None:
+        raise ConfigError(
+            f"parameter '{shared}' belongs to a model that is sharded, of which this {type(model).__name__} is a layer "
+            "or a wrapper: pass the very model that was wrapped, and its optimizer"
+        )
+    inner = optimizer._inner if isinstance(optimizer, PlainOptimizer) else optimizer
+    if inner is not None:
+        _check_inner(model, inner)
+    return inner
+
+
+_KNOWN = (*ELEMENTWISE, "Lamb", "LarsMomentum")
+"""Optimizers whose state is all in accumulators."""
+
+
+def _check_inner(model: nn.Layer, optimizer: Any) -> None:
     if not isinstance(optimizer, paddle.optimizer.Optimizer):
         raise ConfigError(f"optimizer: expected a paddle.optimizer.Optimizer, got {type(optimizer).__name__}")
-    return optimizer
+    if not {kind.__name__ for kind in type(optimizer).__mro__} & set(_KNOWN):
+        raise ConfigError(
+            f"{type(optimizer).__name__} keeps state that nobody here knows of, which would be lost. Known are "
+            f"{', '.join(_KNOWN)} and subclasses"
+        )
+    names = {id(param) for param in model.parameters()}
+    foreign = [param.name for param in optimizer_params(optimizer) if id(param) not in names]
+    if foreign:
+        raise ConfigError(
+            f"the optimizer holds {len(foreign)} parameters that the model does not have, such as "
+            f"'{foreign[0]}'; their state would be lost. Pass the model that it was made for"
+        )
 
 
-def _named_state(layer: nn.Layer, prefix: str = "") -> Iterator[tuple[str, paddle.Tensor]]:
-    """Keys and tensors of ``layer.state_dict()``, below every guard and tied ones under each of their names."""
+def _named_state(layer: nn.Layer, prefix: str = "") -> Iterator[tuple[str, paddle.Tensor | None, nn.Layer]]:
+    """Keys and tensors of ``layer.state_dict()``, below every guard and tied ones under each of their names.
+
+    With the layer of each; a persistable buffer that has no value yet is there too.
+    """
     for name, param in layer._parameters.items():
         if param is not None:
-            yield prefix + name, param
+            yield prefix + name, param, layer
     for name, buffer in layer._buffers.items():
-        if buffer is not None and name not in layer._non_persistable_buffer_names_set:
-            yield prefix + name, buffer
+        if name not in layer._non_persistable_buffer_names_set:
+            yield prefix + name, buffer, layer
     for name, child in layer._sub_layers.items():
         if child is not None:
             yield from _named_state(child, f"{prefix}{name}.")
+
+
+def _has_value(tensor: paddle.Tensor) -> bool:
+    return bool(tensor._is_initialized())
+
+
+def _statistics(model: nn.Layer) -> Iterator[paddle.Tensor]:
+    for layer in model.sublayers(include_self=True):
+        yield from (param for name, param in layer._parameters.items() if is_statistic(layer, name))
 
 
 def _masters_of(inner: Any) -> dict[str, paddle.Tensor]:
@@ -307,5 +380,8 @@ def _whole(name: str, tensor: paddle.Tensor, master: paddle.Tensor | None) -> He
 def _stored_dtype(name: str, tensor: paddle.Tensor) -> str:
     dtype = dtype_name(tensor)
     if dtype not in STORAGE:
-        raise ConfigError(f"'{name}' is of {dtype}, which a checkpoint cannot hold; it can be {', '.join(STORAGE)}")
+        raise ConfigError(
+            f"'{name}' is of {dtype}, which a checkpoint cannot hold; it can be {', '.join(STORAGE)}. Register a "
+            "buffer that can be computed again with persistable=False, or keep its real and imaginary parts"
+        )
     return dtype

@@ -18,6 +18,8 @@ FORMAT = "hp_sharding checkpoint"
 PART_FORMAT = "hp_sharding checkpoint part"
 VERSION = 1
 """Of the format. Readers refuse a higher one."""
+_MAX_NAME_BYTES = 255
+"""Of a file, on every file system."""
 
 
 class Chunk(NamedTuple):
@@ -49,6 +51,13 @@ class TensorEntry(NamedTuple):
     def info(self) -> TensorInfo:
         """Shape and dtype."""
         return TensorInfo(self.shape, self.dtype)
+
+    def places(self, name: str) -> list[Place]:
+        """Its chunks as bytes of files; ``name`` is what it is called."""
+        item_bytes = STORAGE[self.dtype].itemsize
+        return [
+            Place(chunk.offset_bytes, (chunk.stop - chunk.start) * item_bytes, name, chunk) for chunk in self.chunks
+        ]
 
 
 class DataFile(NamedTuple):
@@ -166,11 +175,8 @@ class Index(NamedTuple):
         """What lies in each file, in the order in which it lies there."""
         found: list[list[Place]] = [[] for _ in self.files]
         for name, entry in self.tensors.items():
-            item_bytes = STORAGE[entry.dtype].itemsize
-            for chunk in entry.chunks:
-                found[chunk.file].append(
-                    Place(chunk.offset_bytes, (chunk.stop - chunk.start) * item_bytes, name, chunk)
-                )
+            for place in entry.places(name):
+                found[place.chunk.file].append(place)
         return [sorted(places) for places in found]
 
 
@@ -309,8 +315,8 @@ def _tensor_from_json(name: str, found: Any, file: str) -> TensorEntry:
 
 def _file_from_json(found: Any) -> DataFile:
     name = _text(found["name"])
-    if "/" in name or name in ("", ".", ".."):
-        raise ValueError(f"{name!r} is not the name of a data file")
+    if "/" in name or "\0" in name or name in ("", ".", "..") or len(name.encode()) > _MAX_NAME_BYTES:
+        raise ValueError(f"{name[:_MAX_NAME_BYTES]!r} is not the name of a data file")
     return DataFile(name, *(_count(found[field]) for field in DataFile._fields[1:]))
 
 

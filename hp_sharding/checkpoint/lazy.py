@@ -42,7 +42,7 @@ class Payload(NamedTuple):
     coding: Coding = "bytes"
 
 
-class Part(NamedTuple):
+class ByteRun(NamedTuple):
     """A run of a tensor's bytes: in the file, or here where they are few. ``nbytes`` of them in memory."""
 
     content: Payload | bytes
@@ -107,7 +107,7 @@ class LazyTensor:
     """
 
     def __init__(
-        self, file: OpenFile, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], parts: tuple[Part, ...]
+        self, file: OpenFile, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], parts: tuple[ByteRun, ...]
     ) -> None:
         self.file, self.name, self.dtype, self.shape, self._parts = file, name, dtype, shape, parts
         self.is_column_major = False
@@ -138,7 +138,7 @@ class LazyTensor:
         return TensorInfo(self.shape, _NAMES[native])
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[ByteRun, ...]:
         """Where its bytes are, in order."""
         return self._parts
 
@@ -175,7 +175,7 @@ class LazyTensor:
             begin += part.nbytes
         return out.view(self.dtype).astype(self.dtype.newbyteorder("="), copy=False)
 
-    def _read_part(self, part: Part, start: int, out: Bytes) -> None:
+    def _read_part(self, part: ByteRun, start: int, out: Bytes) -> None:
         content = part.content
         if isinstance(content, bytes):
             out[:] = np.frombuffer(content, np.uint8)[start : start + len(out)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,8 +12,11 @@ from ..errors import CheckpointError
 from ..moments import kinds_of
 from .blocks import fits
 from .held import Held, HeldTensor, Updated
+from .schedulers import needed_keys, scheduler_state
 from .source import MODEL, OPTIMIZER, SPLIT_MARK, STATE, TensorInfo, TensorSource
 
+_SCHEDULER = STATE + "lr_scheduler"
+_MARK = re.compile(rf"{SPLIT_MARK}(\d+)of(\d+)(?=/|$)")
 _LISTED = 20
 """Names that an error shows."""
 
@@ -25,10 +29,14 @@ class TensorMatch(NamedTuple):
 
 
 class MomentsMatch(NamedTuple):
-    """A parameter of the optimizer, and what the source has of its moments: moment -> name in the source."""
+    """A parameter of the optimizer, and what the source has of its moments: moment -> name in the source.
+
+    ``is_complete``: that is all of them.
+    """
 
     updated: Updated
     names: dict[str, str]
+    is_complete: bool
 
 
 class Matched(NamedTuple):
@@ -38,12 +46,14 @@ class Matched(NamedTuple):
         tensors: parameters and buffers.
         moments: one for each parameter of the optimizer that the source says something of; those without names have
             never been updated.
+        unmade: buffers that the source has, and the model only after its first forward.
         missing: what the model and its optimizer have, and the source does not.
         unexpected: what the source has, and they do not.
     """
 
     tensors: list[TensorMatch]
     moments: list[MomentsMatch]
+    unmade: list[str]
     missing: list[str]
     unexpected: list[str]
 
@@ -89,20 +99,25 @@ class _Matching:
     def run(self, scaler: Any) -> Matched:
         tensors = list(self._match_tensors())
         moments = list(self._match_moments())
+        unmade = [name for name in self._held.unmade if name in self._source.tensors]
+        self._taken.update(unmade)
         names = [name for name in self._source.tensors if name.startswith(self._prefixes()) and self._concerns(name)]
-        # Whoever unties a model finds the same value under both names; whoever ties one, two values for one.
-        unexpected = [name for name in names if name not in self._taken and name not in self._held.aliases]
+        unexpected = [name for name in names if name not in self._taken and not self._is_alias(name)]
         if self._held.inner is not None:
-            wanted, there = _state_here(self._held, scaler), _state_there(self._source)
-            self._missing += sorted(wanted - there)
-            unexpected += sorted(name for name in there - wanted if name.count("/") == 1)
-        return Matched(tensors, moments, sorted(self._missing), sorted(unexpected))
+            here, there = _state_here(self._held, scaler), _state_there(self._source)
+            self._missing += _without_details(here.needed - there)
+            unexpected += _without_details(there - here.known)
+        return Matched(tensors, moments, unmade, sorted(self._missing), sorted(unexpected))
+
+    def _is_alias(self, name: str) -> bool:
+        """Whoever unties a model finds the same value under both names; whoever ties one, two values for one."""
+        param = name.removeprefix(OPTIMIZER).rpartition("/")[0] if name.startswith(OPTIMIZER) else ""
+        return name in self._held.aliases or MODEL + param in self._held.aliases
 
     def _concerns(self, name: str) -> bool:
         """Not the part of a split parameter that another rank has."""
-        rank, n_ranks = self._held.ranks.tensor
-        mark = f"{SPLIT_MARK}{rank}of{n_ranks}"
-        return SPLIT_MARK not in name or name.endswith(mark) or f"{mark}/" in name
+        mark = _MARK.search(name) if SPLIT_MARK in name else None
+        return mark is None or int(mark[1]) == self._held.ranks.tensor[0]
 
     def _prefixes(self) -> tuple[str, ...]:
         return (MODEL, OPTIMIZER) if self._held.inner is not None else (MODEL,)
@@ -141,7 +156,7 @@ class _Matching:
                     self._missing.append(f"{OPTIMIZER}{updated.name}/{moment}")
                 elif self._take(name, TensorInfo(kind.shape_of(updated.shape), kind.dtype)):
                     names[moment] = name
-            yield MomentsMatch(updated, names)
+            yield MomentsMatch(updated, names, len(names) == len(kinds))
 
     def _forgotten(self, saved: Mapping[str, Sequence[str]]) -> set[str]:
         """Parameters that another kind of optimizer has updated and, as SGD does, kept nothing of."""
@@ -186,27 +201,41 @@ class _Matching:
         return True
 
 
-def _state_here(held: Held, scaler: Any) -> set[str]:
-    """What beside tensors the optimizer needs, by names such as ``state/lr_scheduler/last_epoch``."""
+class _StateNames(NamedTuple):
+    """What beside tensors the optimizer needs, and what it knows what to do with."""
+
+    needed: set[str]
+    known: set[str]
+
+
+def _state_here(held: Held, scaler: Any) -> _StateNames:
+    """By names such as ``state/lr_scheduler/last_epoch``."""
     rate = held.inner._learning_rate
-    names = {STATE + "scaler"} if scaler is not None else set()
-    if isinstance(rate, LRScheduler):
-        names |= {STATE + "lr_scheduler", *(f"{STATE}lr_scheduler/{key}" for key in rate.state_dict())}
-    return names
+    needed = {STATE + "scaler"} if scaler is not None and scaler.state_dict() else set()
+    if not isinstance(rate, LRScheduler):
+        return _StateNames(needed, needed)
+    needed |= {_SCHEDULER, *(f"{_SCHEDULER}/{key}" for key in needed_keys(rate))}
+    known = {f"{_SCHEDULER}/{key}" for key in scheduler_state(rate)}
+    return _StateNames(needed, needed | known | {f"{_SCHEDULER} of {type(rate).__name__}"})
+
+
+def _without_details(names: set[str]) -> set[str]:
+    """Where there is no scheduler at all, what it would consist of does not matter."""
+    return {name for name in names if not name.startswith(_SCHEDULER) or name == _SCHEDULER or _SCHEDULER not in names}
 
 
 def _state_there(source: TensorSource) -> set[str]:
-    """The same, of what the source has."""
-    scheduler = source.state.get("lr_scheduler")
-    names = {STATE + "scaler"} if source.state.get("scaler") is not None else set()
+    """The same, of what the source has, and of which class its scheduler is where it says so."""
+    scheduler, kind = source.state.get("lr_scheduler"), source.state.get("lr_scheduler_class")
+    names = {STATE + "scaler"} if source.state.get("scaler") else set()
     if scheduler is not None:
-        names |= {STATE + "lr_scheduler", *(f"{STATE}lr_scheduler/{key}" for key in scheduler)}
-    return names
+        names |= {_SCHEDULER, *(f"{_SCHEDULER}/{key}" for key in scheduler)}
+    return names | ({f"{_SCHEDULER} of {kind}"} if kind is not None else set())
 
 
 def _check_tensor_parallel(held: Held, source: TensorSource) -> None:
-    marks = {name.rpartition(SPLIT_MARK)[2].partition("/")[0] for name in source.tensors if SPLIT_MARK in name}
-    saved = max((int(mark.partition("of")[2]) for mark in marks), default=1)
+    found = [_MARK.search(name) for name in source.tensors if SPLIT_MARK in name]
+    saved = max((int(match[2]) for match in found if match), default=1)
     here = held.ranks.tensor[1]
     if saved != here:
         raise _error(

@@ -10,15 +10,14 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from ..errors import CheckpointError
-from .full_state import BLOCK_NUMEL, Found, FullMoment, FullParam, FullState, flat_blocks
+from .full_state import BLOCK_NUMEL, Found, FullMoment, FullParam, FullState
 from .lazy import LazyTensor
 from .paddle_names import accumulator_variable, master_variable, owner_of, without_optimizer_name
 from .pickled import PickleWriter, Streamed
-from .source import MODEL, OPTIMIZER, STORAGE
+from .source import MODEL, OPTIMIZER, STORAGE, TensorInfo
 from .unpickled import PickledFile
 
 WEIGHTS = ".pdparams"
@@ -171,18 +170,18 @@ class PaddleTarget:
                 raise
 
     def weight(self, param: FullParam, blocks: Iterable[Array]) -> None:
-        tensor = Streamed(param.param_name, param.info.shape, STORAGE[param.file_dtype], blocks)
+        tensor = _streamed(param.param_name, TensorInfo(param.info.shape, param.file_dtype), blocks)
         aliases = self._state.aliases_of(param.structured)
         self._weights.put(param.structured, tensor, is_tied=bool(aliases))
         for alias in aliases:
             self._weights.put_again(alias, param.structured)
 
-    def master(self, param: FullParam, array: Array) -> None:
+    def master(self, param: FullParam, blocks: Iterable[Array]) -> None:
         assert self._optimizer is not None
         name = master_variable(param.param_name)
-        self._optimizer.put(param.param_name, _streamed(name, param.info.shape, array))
+        self._optimizer.put(param.param_name, _streamed(name, param.info, blocks))
 
-    def moment(self, moment: FullMoment, array: Array) -> None:
+    def moment(self, moment: FullMoment, blocks: Iterable[Array]) -> None:
         assert self._optimizer is not None
         self._end_masters(self._optimizer)
         param = self._params[moment.structured]
@@ -192,7 +191,7 @@ class PaddleTarget:
             has_master=param.has_master,
             optimizer_name=self._state.optimizer_name,
         )
-        self._optimizer.put(key, _streamed(key, moment.info.shape, array))
+        self._optimizer.put(key, _streamed(key, moment.info, blocks))
 
     def commit(self) -> None:
         if self._optimizer is not None:
@@ -217,5 +216,5 @@ class PaddleTarget:
             self._is_in_masters = False
 
 
-def _streamed(name: str, shape: tuple[int, ...], array: Array) -> Streamed:
-    return Streamed(name, shape, np.dtype(array.dtype), flat_blocks(array))
+def _streamed(name: str, info: TensorInfo, blocks: Iterable[Array]) -> Streamed:
+    return Streamed(name, info.shape, STORAGE[info.dtype], blocks)

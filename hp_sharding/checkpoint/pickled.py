@@ -11,7 +11,7 @@ import math
 import os
 import pickle
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,15 +29,11 @@ _MEMO = 1 << 16
 """Numbers of tensors that are written under a second key. What Python's pickler makes counts from 0."""
 
 
-class NamedTensor(NamedTuple):
-    """A tensor that ``paddle.load`` gives that name. uint16 are the bits of bfloat16."""
-
-    name: str
-    array: Array
-
-
 class Streamed(NamedTuple):
-    """A named tensor whose values come in blocks: flat arrays that together are all of it."""
+    """A tensor that ``paddle.load`` gives that name. uint16 are the bits of bfloat16.
+
+    ``blocks`` are flat arrays that together are all of it.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -71,13 +67,11 @@ class PickleWriter:
 
         Args:
             key: not used before.
-            value: ``NamedTensor``, ``Streamed``, or what has none of them in it: None, numbers, texts, NumPy's scalars
-                and arrays, and lists, tuples and dicts of those.
+            value: ``Streamed``, or what has none in it: None, numbers, texts, NumPy's scalars and arrays, and lists,
+                tuples and dicts of those.
             is_tied: whether ``put_again`` will refer to it.
         """
         self._file.write(_pickled(key))
-        if isinstance(value, NamedTensor):
-            value = Streamed(value.name, value.array.shape, value.array.dtype, _blocks_of(value.array))
         if isinstance(value, Streamed):
             self._write_tensor(key, value)
         else:
@@ -138,39 +132,6 @@ class PickleWriter:
         self._file.write(_ARRAY_END if self._names is not None else _ARRAY_END + pickle.TUPLE2)
 
 
-def write_pickled(
-    path: str | os.PathLike[str], items: Iterable[tuple[str, Any]] | Mapping[str, Any], *, in_table: bool = False
-) -> None:
-    """Writes a dict whose items come one by one; they may be iterators of items, or dicts, themselves.
-
-    Args:
-        path: of the file. Until it is complete and on the disk, what was there before stays there.
-        items: key and value; values as for ``PickleWriter.put``, or a mapping or iterator that has tensors in it.
-        in_table: as for ``PickleWriter``.
-
-    Raises:
-        CheckpointError: it cannot be written; nothing is left.
-    """
-    writer = PickleWriter(path, in_table=in_table)
-    try:
-        _put_all(writer, items)
-        writer.close()
-        writer.rename()
-    finally:
-        writer.discard()
-
-
-def _put_all(writer: PickleWriter, items: Iterable[tuple[str, Any]] | Mapping[str, Any]) -> None:
-    for key, value in items.items() if isinstance(items, Mapping) else items:
-        if isinstance(value, (Mapping, Iterator)):
-            writer.begin(key)
-            _put_all(writer, value)
-            writer.end()
-        else:
-            writer.put(key, value)
-        del value  # one tensor at a time: the next one is made now
-
-
 def _pickled(value: Any) -> bytes:
     """The operations that make a small value. Those of protocol 3 have no frames, and all numbers in their memo."""
     return pickle.dumps(value, 3)[2:-1]
@@ -186,11 +147,6 @@ def _array_begin(shape: tuple[int, ...], dtype: np.dtype[Any], nbytes: int) -> b
 
 
 _ARRAY_END = pickle.TUPLE + pickle.BUILD
-
-
-def _blocks_of(array: Array) -> Iterator[Array]:
-    if array.size:
-        yield np.asarray(array, order="C").reshape(-1)
 
 
 def _check_plain(value: Any, where: str) -> None:

@@ -20,8 +20,8 @@ from ..errors import CheckpointError
 from . import values
 from .beside import FileBeside
 from .full_state import Found, FullMoment, FullParam, FullState, flat_blocks
-from .lazy import LazyTensor, OpenFile, Part, Payload
-from .source import MODEL, OPTIMIZER, STORAGE, TensorInfo
+from .lazy import ByteRun, LazyTensor, OpenFile, Payload
+from .source import MODEL, OPTIMIZER, SAFETENSORS, STORAGE, TensorInfo
 
 WEIGHTS = ".safetensors"
 OPTIMIZER_STATE = ".optimizer.safetensors"
@@ -31,11 +31,7 @@ _FORMAT = {"format": "pd"}
 _TIED = "hp_sharding.tied"
 _STATE = "hp_sharding.state"
 _STATE_TENSORS = "state/"
-_CODES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool",
-    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
-}  # fmt: skip
-_CODE_OF = {name: code for code, name in _CODES.items()}
+_DTYPES = {code: dtype for dtype, code in SAFETENSORS.items()}
 _ALIGNMENT = 8
 _MAX_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
@@ -73,6 +69,11 @@ class TensorsFile:
         """Of the file."""
         return self._file.path
 
+    @property
+    def nbytes(self) -> int:
+        """Its size when it was opened."""
+        return self._file.nbytes
+
     def close(self) -> None:
         """Its tensors can no longer be read. Safe to call twice."""
         self._file.close()
@@ -90,16 +91,16 @@ class TensorsFile:
 
     def _tensor(self, key: str, entry: Mapping[str, Any], data_at: int) -> LazyTensor:
         code, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if code not in _CODES:
+        if code not in _DTYPES:
             raise CheckpointError(
-                f"{self.path}: {key} is of {code}, which is none of {', '.join(_CODES)}", file=self.path, parameter=key
+                f"{self.path}: {key} is of {code}, which is none of {', '.join(_DTYPES)}", file=self.path, parameter=key
             )
         if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)) or start > stop:
             raise ValueError(f"shape or place of {key}")
         if data_at + stop > self._file.nbytes:
             raise self._damaged(f"is cut off: {key} ends at byte {data_at + stop} of {self._file.nbytes}", key)
-        part = Part(Payload(data_at + start, stop - start), stop - start)
-        return LazyTensor(self._file, key, STORAGE[_CODES[code]], tuple(shape), (part,))
+        run = ByteRun(Payload(data_at + start, stop - start), stop - start)
+        return LazyTensor(self._file, key, STORAGE[_DTYPES[code]], tuple(shape), (run,))
 
     def _check_covered(self, data_at: int) -> None:
         """Tensors that follow each other without gaps: no bit of an offset or a length can be wrong unseen."""
@@ -212,7 +213,7 @@ def _header_of(tensors: Sequence[tuple[str, TensorInfo]], metadata: Mapping[str,
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for key, info in tensors:
-        header[key] = {"dtype": _CODE_OF[info.dtype], "shape": info.shape, "data_offsets": [end, end + info.nbytes]}
+        header[key] = {"dtype": SAFETENSORS[info.dtype], "shape": info.shape, "data_offsets": [end, end + info.nbytes]}
         end += info.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
@@ -246,13 +247,13 @@ class SafetensorsTarget:
     def weight(self, param: FullParam, blocks: Iterable[Array]) -> None:
         self._weights.put(param.structured, blocks)
 
-    def master(self, param: FullParam, array: Array) -> None:
+    def master(self, param: FullParam, blocks: Iterable[Array]) -> None:
         assert self._optimizer is not None
-        self._optimizer.put(f"{param.structured}/{_MASTER}", flat_blocks(array))
+        self._optimizer.put(f"{param.structured}/{_MASTER}", blocks)
 
-    def moment(self, moment: FullMoment, array: Array) -> None:
+    def moment(self, moment: FullMoment, blocks: Iterable[Array]) -> None:
         assert self._optimizer is not None
-        self._optimizer.put(f"{moment.structured}/{moment.moment}", flat_blocks(array))
+        self._optimizer.put(f"{moment.structured}/{moment.moment}", blocks)
 
     def commit(self) -> None:
         if self._optimizer is not None:

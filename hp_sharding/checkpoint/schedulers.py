@@ -21,6 +21,11 @@ def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
     return state
 
 
+def needed_keys(scheduler: LRScheduler) -> list[str]:
+    """Of ``scheduler_state``, those without which a state is not one of such a scheduler; Paddle's own has them."""
+    return list(scheduler.state_dict())
+
+
 def set_scheduler_state(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
     """Lets ``scheduler`` go on from ``scheduler_state`` of one of its class, or from a ``state_dict`` of Paddle's.
 

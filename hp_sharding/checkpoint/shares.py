@@ -42,10 +42,13 @@ class _Group(NamedTuple):
 def own_shares(held: Held) -> list[Share]:
     """What this rank writes of what ``held`` holds: parameters, buffers, and what the optimizer keeps of them."""
     by_group: dict[_Group, list[Share]] = {}
+    own = []
+    for tensor in held.tensors():
+        if tensor.is_running and held.ranks.is_first:
+            own += [_share(tensor.name, tensor.info, part.start, part.tensor) for part in tensor.parts]
     for is_shared, share in _all_shares(held):
         group = _group(held.ranks, is_shared=is_shared, is_split=SPLIT_MARK in share.name)
         by_group.setdefault(group, []).extend(_cut(share) if group.n_ranks > 1 else [share])
-    own = []
     for group, shares in by_group.items():
         owners = share_out([share.nbytes for share in shares], group.n_ranks)
         own += [share for share, owner in zip(shares, owners, strict=True) if owner == group.rank]
@@ -63,9 +66,9 @@ def _group(ranks: Ranks, *, is_shared: bool, is_split: bool) -> _Group:
 
 
 def _all_shares(held: Held) -> Iterator[tuple[bool, Share]]:
-    """Everything that is here, and whether every data rank has it whole."""
+    """Everything but what is the first rank's, and whether every data rank has it whole."""
     for tensor in held.tensors():
-        for part in tensor.parts:
+        for part in tensor.parts if not tensor.is_running else ():
             yield tensor.place is None, _share(tensor.name, tensor.info, part.start, part.tensor)
     for updated in held.updated():
         for part in updated.parts:

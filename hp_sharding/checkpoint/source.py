@@ -30,6 +30,11 @@ STORAGE: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(np.uint16),
 }
 """Paddle's names of the dtypes that can be stored, and how numpy holds them: bfloat16 as bits."""
+SAFETENSORS = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
+}  # fmt: skip
+"""What safetensors files call each of them."""
 
 
 class TensorInfo(NamedTuple):
@@ -55,6 +60,10 @@ class TensorSource(Protocol):
     @property
     def where(self) -> str:
         """What to call it in errors: its path."""
+
+    @property
+    def identity(self) -> str:
+        """Tells what was opened from anything else, in a word: the same on all ranks that opened the same thing."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -84,6 +93,9 @@ class TensorSource(Protocol):
         Raises:
             CheckpointError: the first byte that is not what was written; names file and tensor.
         """
+
+    def check(self, name: str) -> None:
+        """Verifies one tensor; errors as of ``verify``."""
 
     def close(self) -> None:
         """Lets go of open files. Safe to call twice."""

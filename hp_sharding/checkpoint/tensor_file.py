@@ -6,9 +6,11 @@ into memory: a file that is cut short behind a map's back ends the process.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CheckpointError
+from . import values
 from .durable import failed, new_file, syncing_behind, write_all
 from .index import Chunk, DataFile, Place, TensorEntry, Written, parameter_of
-from .source import STORAGE, TensorInfo
+from .source import SAFETENSORS, STORAGE, TensorInfo
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -29,18 +32,6 @@ BLOCK_BYTES = 1 << 20
 _ALIGNMENT_BYTES = 64
 """Where the tensors begin, for those who map the file."""
 _METADATA = "__metadata__"
-_SAFETENSORS = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 
 
 class Piece(NamedTuple):
@@ -70,6 +61,13 @@ class Piece(NamedTuple):
     def key(self) -> str:
         """What it is called in the file."""
         return _key(self.name, self.info, self.start, self.stop)
+
+
+def array_piece(name: str, array: npt.NDArray[Any]) -> Piece:
+    """A whole array, as ``values.encode`` gives them; uint16 are the bits of bfloat16."""
+    info = values.info(array)
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return Piece(name, info, 0, info.numel, lambda: iter([data]))
 
 
 def write_tensors(path: Path, pieces: Iterable[Piece]) -> Written:
@@ -157,7 +155,7 @@ def _entry(info: TensorInfo, start: int, stop: int, at: int) -> dict[str, Any]:
     """What the file's header says of a run of elements that begins ``at`` bytes behind the header."""
     shape = list(info.shape) if stop - start == info.numel else [stop - start]
     nbytes = (stop - start) * STORAGE[info.dtype].itemsize
-    return {"dtype": _SAFETENSORS[info.dtype], "shape": shape, "data_offsets": [at, at + nbytes]}
+    return {"dtype": SAFETENSORS[info.dtype], "shape": shape, "data_offsets": [at, at + nbytes]}
 
 
 def _header(path: Path, pieces: Iterable[Piece]) -> bytes:
@@ -174,29 +172,83 @@ def _header(path: Path, pieces: Iterable[Piece]) -> bytes:
     return struct.pack("<Q", len(text)) + text.encode()
 
 
-class TensorFile:
-    """A data file to read from. Its methods may be called from several threads."""
+class Inside(NamedTuple):
+    """What lies in a data file: ``places``, in their order, and ``infos``, of logical names."""
 
-    def __init__(self, path: Path, file: DataFile, *, stays_open: bool = True) -> None:
-        """Opens it.
+    infos: Callable[[str], TensorInfo]
+    places: Sequence[Place]
+
+    @property
+    def first(self) -> str:
+        """Logical name of the first tensor; empty where there is none."""
+        return self.places[0].name if self.places else ""
+
+
+class OpenLimit:
+    """How many files may stay open. Safe from several threads."""
+
+    def __init__(self, n_files: int) -> None:
+        self._left = n_files
+        self._lock = threading.Lock()
+
+    def take(self) -> bool:
+        """Whether one more may."""
+        with self._lock:
+            self._left -= 1
+            return self._left >= 0
+
+
+class TensorFile:
+    """A data file to read from. Its methods may be called from several threads.
+
+    It is opened, and its size and what precedes the tensors in it are checked, when it is read for the first time.
+    """
+
+    def __init__(self, path: Path, file: DataFile, inside: Inside, limit: OpenLimit) -> None:
+        """Touches nothing yet.
 
         Args:
             path: of the file.
             file: what the index says of it.
-            stays_open: False where it is to be opened for each read, since there are too many of them.
-
-        Raises:
-            CheckpointError: it cannot be opened.
+            inside: what the index says lies in it.
+            limit: whether it may stay open once it was read, or is to be opened for each read.
         """
         self.path = path
         self.file = file
-        self._fd = self._open() if stays_open else None
+        self._inside = inside
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._is_checked = False
+        self._may_stay = True
+        self._fd: int | None = None
 
     def close(self) -> None:
-        """Closes it. Safe to call twice."""
+        """Closes it; it does not stay open any more. Safe to call twice."""
+        self._may_stay = False
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
+
+    def check_size(self) -> None:
+        """Whether it is there, and as long as it was written; without opening it.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        try:
+            found = os.stat(self.path).st_size
+        except OSError as error:
+            raise self._refused(error) from error
+        self._check_size(found)
+
+    def check(self) -> None:
+        """Opens it and checks what precedes the tensors: its checksum, and that it says of them what the index says.
+
+        Raises:
+            CheckpointError: it is not there, has another size, cannot be read, or begins with something else.
+        """
+        with self._opened():
+            pass
 
     def read_into(self, data: memoryview, offset_bytes: int, name: str) -> None:
         """Fills ``data``, of items of one byte, from a place in the file.
@@ -207,49 +259,10 @@ class TensorFile:
             name: whose bytes these are, for errors: a logical name, or empty.
 
         Raises:
-            CheckpointError: the disk failed, or the file is shorter than it was.
+            CheckpointError: the disk failed, the file is shorter than it was, or as ``check``.
         """
-        kept = self._fd
-        fd = self._open() if kept is None else kept
-        try:
-            while data.nbytes:
-                nbytes = os.preadv(fd, [data], offset_bytes)
-                if not nbytes:
-                    why = f"it ends at byte {offset_bytes}, and {self.file.nbytes} bytes were written"
-                    raise self._damaged(why, name)
-                data = data[nbytes:]
-                offset_bytes += nbytes
-        except OSError as error:
-            raise failed(error, self.path, f"cannot be read{_of(name)}", parameter=parameter_of(name)) from error
-        finally:
-            if kept is None:
-                os.close(fd)
-
-    def check_header(self, infos: Callable[[str], TensorInfo], places: Sequence[Place]) -> None:
-        """Checks what precedes the tensors: its checksum, and that it says of them what the index says.
-
-        Args:
-            infos: logical name -> shape and dtype.
-            places: what the index says lies in this file.
-
-        Raises:
-            CheckpointError: it does not.
-        """
-        header = bytearray(self.file.header_nbytes)
-        first = places[0].name if places else ""
-        self.read_into(memoryview(header), 0, first)
-        if zlib.crc32(header) != self.file.header_crc32:
-            raise self._damaged("the checksum of its header is wrong", first)
-        try:
-            entries = json.loads(header[8:])
-            found = [entries.get(_key_of(place, infos(place.name))) for place in places]
-        except (ValueError, AttributeError) as error:
-            raise self._damaged(f"its header cannot be parsed ({error})", first) from error
-        for place, entry in zip(places, found, strict=True):
-            at = place.offset_bytes - self.file.header_nbytes
-            expected = _entry(infos(place.name), place.chunk.start, place.chunk.stop, at)
-            if entry != expected:
-                raise self._damaged(f"its header has {entry} where the index has {expected}", place.name)
+        with self._opened() as fd:
+            self._fill(fd, data, offset_bytes, name)
 
     def verify(self, place: Place, buffer: memoryview) -> None:
         """Reads one chunk, a buffer at a time, and compares its checksum.
@@ -267,11 +280,84 @@ class TensorFile:
             why = f"a byte between {place.offset_bytes} and {end} is not what was written (wrong checksum)"
             raise self._damaged(why, place.name)
 
-    def _open(self) -> int:
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        """Its descriptor, once all but its tensors was checked."""
+        with self._lock:
+            fd = self._fd
+            if fd is None:
+                fd = self._open()
+                if self._may_stay and self._limit.take():
+                    self._fd = fd
+            stays_open = self._fd is not None
         try:
-            return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            yield fd
+        finally:
+            if not stays_open:
+                os.close(fd)
+
+    def _open(self) -> int:
+        fd = -1
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            if not self._is_checked:
+                self._check_size(os.fstat(fd).st_size)
+                self._check_header(fd)
+                self._is_checked = True
+        except BaseException as error:
+            if fd >= 0:
+                os.close(fd)
+            if isinstance(error, OSError):
+                raise self._refused(error) from error
+            raise
+        return fd
+
+    def _fill(self, fd: int, data: memoryview, offset_bytes: int, name: str) -> None:
+        try:
+            while data.nbytes:
+                nbytes = os.preadv(fd, [data], offset_bytes)
+                if not nbytes:
+                    why = f"it ends at byte {offset_bytes}, and {self.file.nbytes} bytes were written"
+                    raise self._damaged(why, name)
+                data = data[nbytes:]
+                offset_bytes += nbytes
         except OSError as error:
-            raise failed(error, self.path, "cannot be opened") from error
+            raise failed(error, self.path, f"cannot be read{_of(name)}", parameter=parameter_of(name)) from error
+
+    def _check_size(self, found: int) -> None:
+        if found != self.file.nbytes:
+            how = "truncated" if found < self.file.nbytes else "too long"
+            why = f"is {how}: it has {found} bytes, and {self.file.nbytes} were written"
+            raise self._unusable(f"{why}. Use another checkpoint or copy of it")
+
+    def _check_header(self, fd: int) -> None:
+        infos, places = self._inside
+        header = bytearray(self.file.header_nbytes)
+        first = self._inside.first
+        self._fill(fd, memoryview(header), 0, first)
+        if zlib.crc32(header) != self.file.header_crc32:
+            raise self._damaged("the checksum of its header is wrong", first)
+        try:
+            entries = json.loads(header[8:])
+            found = [entries.get(_key_of(place, infos(place.name))) for place in places]
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise self._damaged(f"its header cannot be parsed ({error})", first) from error
+        for place, entry in zip(places, found, strict=True):
+            at = place.offset_bytes - self.file.header_nbytes
+            expected = _entry(infos(place.name), place.chunk.start, place.chunk.stop, at)
+            if entry != expected:
+                raise self._damaged(f"its header has {entry} where the index has {expected}", place.name)
+
+    def _refused(self, error: OSError) -> CheckpointError:
+        if isinstance(error, FileNotFoundError):
+            return self._unusable("is missing. Bring it back, or use another checkpoint")
+        parameter = parameter_of(self._inside.first)
+        return failed(error, self.path, f"cannot be read{_of(self._inside.first)}", parameter=parameter)
+
+    def _unusable(self, why: str) -> CheckpointError:
+        first, others = self._inside.first, " and others" * (len(self._inside.places) > 1)
+        holds = f", which holds {first}{others}," if first else ""
+        return CheckpointError(f"{self.path}{holds} {why}", file=str(self.path), parameter=parameter_of(first))
 
     def _damaged(self, why: str, name: str) -> CheckpointError:
         text = f"{self.path} is damaged{_of(name)}: {why}. Use another checkpoint or copy of it"

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from .contents import Contents, Tensor
+from .contents import Contents, StoredTensor
 from .converting import Progress as Told
 
 _WIDTH = 120
@@ -99,7 +99,7 @@ def _print_facts(console: Console, contents: Contents) -> None:
     console.print(table)
 
 
-def _table(contents: Contents, tensors: list[Tensor], wanted: str) -> Table:
+def _table(contents: Contents, tensors: list[StoredTensor], wanted: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption_justify="left")
     table.add_column("tensor", overflow="fold")
     table.add_column("shape", overflow="fold")

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError
-from .lazy import LazyTensor, OpenFile, Part, Payload, text_blocks
+from .lazy import ByteRun, LazyTensor, OpenFile, Payload, text_blocks
 from .pickle_machine import MEANINGLESS, Built, Global, Machine
 
 NAMES = "StructuredToParameterName@@"
@@ -55,6 +55,11 @@ class PickledFile:
     def path(self) -> str:
         """Of the file."""
         return self._file.path
+
+    @property
+    def nbytes(self) -> int:
+        """Its size when it was opened."""
+        return self._file.nbytes
 
     def close(self) -> None:
         """Its tensors can no longer be read. Safe to call twice."""
@@ -135,7 +140,7 @@ class _Array(Built):
         elif self._data.coding == "bytes":
             nbytes = self._data.nbytes
         # Of a text it is not known before it is read how many bytes it stands for.
-        tensor = LazyTensor(file, name, self._dtype, self._shape, (Part(self._data, nbytes),))
+        tensor = LazyTensor(file, name, self._dtype, self._shape, (ByteRun(self._data, nbytes),))
         tensor.is_column_major = self._is_column_major
         return tensor
 

@@ -14,7 +14,9 @@ weights of the old one.
 
 from __future__ import annotations
 
+import json
 import os
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +24,7 @@ import numpy.typing as npt
 
 from ..errors import CheckpointError
 from . import paddle_files, safetensors_files
-from .full_state import BLOCK_NUMEL, Fetch, Found, FullState, write_to
+from .full_state import BLOCK_NUMEL, Fetch, Found, FullState, Wrote, write_to
 from .source import TensorInfo
 from .unpickled import PickledFile
 
@@ -76,6 +78,13 @@ class WholeFiles:
         return self._prefix
 
     @property
+    def identity(self) -> str:
+        """A checksum of the format, of the files' sizes, and of what the tensors in them are; of no values."""
+        sizes = [file.nbytes for file in self._files]
+        tensors = sorted((name, info.shape, info.dtype) for name, info in self._infos.items())
+        return f"{zlib.crc32(json.dumps([self._format, sizes, tensors]).encode()):08x}"
+
+    @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Logical name -> shape and dtype."""
         return self._infos
@@ -109,9 +118,16 @@ class WholeFiles:
         for name, info in self._infos.items():
             size = max(1, info.nbytes // max(1, info.numel))
             start, stop = (min(max(0, -(-(at - begin) // size)), info.numel) for at in (first, last))
-            for block in range(start, stop, BLOCK_NUMEL):
-                self.read(name, block, min(block + BLOCK_NUMEL, stop))
+            self._read_through(name, start, stop)
             begin += info.nbytes
+
+    def check(self, name: str) -> None:
+        """Reads one tensor."""
+        self._read_through(name, 0, self._infos[name].numel)
+
+    def _read_through(self, name: str, start: int, stop: int) -> None:
+        for block in range(start, stop, BLOCK_NUMEL):
+            self.read(name, block, min(block + BLOCK_NUMEL, stop))
 
     def close(self) -> None:
         """Closes the files. Safe to call twice."""
@@ -132,20 +148,24 @@ def _prefix_and_format(path: str) -> tuple[str, str]:
     raise CheckpointError(f"{names} {what}", file=path)
 
 
-def write_paddle(prefix: str | os.PathLike[str], state: FullState, fetch: Fetch) -> None:
+def write_paddle(prefix: str | os.PathLike[str], state: FullState, fetch: Fetch, *, wrote: Wrote | None = None) -> None:
     """Writes ``.pdparams`` and, with an optimizer, ``.pdopt``, which plain Paddle loads and continues from.
 
     Args:
         prefix: path without the ending. Folders are made.
         state: what there is to write.
         fetch: gives a logical tensor; called in order, once for each.
+        wrote: told of the bytes of values as they are written.
 
     Raises:
-        CheckpointError: they cannot be written. Files of that name stay as they were.
+        CheckpointError: they cannot be written. Files of that name stay as they were, but for the optimizer's where
+            only the rename of the weights, the last step, failed.
     """
-    write_to(paddle_files.PaddleTarget(os.fspath(prefix), state), state, fetch)
+    write_to(paddle_files.PaddleTarget(os.fspath(prefix), state), state, fetch, wrote=wrote)
 
 
-def write_safetensors(prefix: str | os.PathLike[str], state: FullState, fetch: Fetch) -> None:
+def write_safetensors(
+    prefix: str | os.PathLike[str], state: FullState, fetch: Fetch, *, wrote: Wrote | None = None
+) -> None:
     """Writes ``.safetensors`` and, with an optimizer, ``.optimizer.safetensors``; else as ``write_paddle``."""
-    write_to(safetensors_files.SafetensorsTarget(os.fspath(prefix), state), state, fetch)
+    write_to(safetensors_files.SafetensorsTarget(os.fspath(prefix), state), state, fetch, wrote=wrote)

@@ -36,6 +36,11 @@ class _Run:
             self.optimizer.clear_grad()
         return self
 
+    def known(self) -> Any:
+        """Which parameters have had a gradient, and in which order buckets go."""
+        reducer, gathers = self.optimizer._reducer, self.optimizer._schedule.gathers
+        return [list(used) for used in reducer.used], reducer.order, gathers.order
+
     def values(self) -> Values:
         with full_parameters(self.model):
             return values(self.model)
@@ -52,11 +57,13 @@ def _saved_and_resumed(rank: int, nranks: int, path: str) -> Values:
     strategy = _begin(rank, SPLIT_AND_SHARDED)
     whole = _Run(rank, strategy, 2).train(range(2))
     save(path, whole.model, whole.optimizer, rank_extra=rank)
+    known = whole.known()
     expected = whole.train(range(2, 4)).values()
     for stage in (1, 2, 3):
         resumed = _Run(rank, strategy, stage)
         loaded = load(path, resumed.model, resumed.optimizer)
         assert (loaded.rank_extra, loaded.steps) == (rank, 2)
+        assert stage != 2 or resumed.known() == known, "of split parameters, too"
         assert_equal(resumed.train(range(2, 4)).values(), expected, f"rank {rank}, stage {stage}:")
     with pytest.raises(ConfigError, match="tensor-parallel"):
         save_full(f"{path}-whole", whole.model, whole.optimizer)

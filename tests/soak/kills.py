@@ -258,7 +258,7 @@ def _run(plan: Plan, victims: list[int], killer: _Killer | None) -> Life:
         faults.append("it was over before it could be killed")
     hit = _what_is_there(plan, saves[-1]) if killer is not None and saves and saves[-1].end_s is None else ""
     begin_step = saves[0].step if saves else -1
-    return Life(faults, victims, saves, begin_step, hit, time.monotonic() - begin_s)
+    return Life(faults, killed, saves, begin_step, hit, time.monotonic() - begin_s)
 
 
 def _faults(outcome: harness.Outcome, victims: list[int]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,43 @@ def test_inspect_shows_what_it_can_of_a_damaged_one(saved: Path, damage: str) ->
     assert victim.name in found.output
     assert "model/layers.2.weight" in found.output
     assert not json.loads(_call("inspect", saved, "--json").stdout)["complete"]
+
+
+def test_inspect_tells_of_every_flipped_byte_of_what_it_reads(saved: Path) -> None:
+    with open_checkpoint(saved) as checkpoint:
+        places = checkpoint.index.tensors["rank/1/state"].places("rank/1/state")
+    for place in places:
+        victim = _data_files(saved)[place.chunk.file]
+        for at in range(place.offset_bytes, place.offset_bytes + place.nbytes):
+            flip(victim, at)
+            found = _call("inspect", saved, "--json")
+            assert found.exit_code == 1, found.exception
+            assert str(victim) in json.loads(found.stdout)["damage"]
+            flip(victim, at)
+
+
+@pytest.mark.parametrize("text", [b"\xff", b"{", b'{"$": "array"}', b'{"$": "what"}', b"[" * 5000])
+def test_inspect_tells_of_a_rank_whose_state_makes_no_sense(tmp_path: Path, text: bytes) -> None:
+    saved = write_checkpoint(tmp_path / "saved", {"rank/0/state": np.frombuffer(text, np.uint8)})
+    found = _call("inspect", saved)
+    assert found.exit_code == 1, found.exception
+    assert "cannot be loaded" in found.output and "rank/0/state" in found.output
+
+
+def test_inspect_beside_a_save_that_removes_its_files(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = write_checkpoint(saved.parent / "other", some_tensors())
+    victim = saved / _data_files(other)[0].name
+    _data_files(other)[0].rename(victim)
+    scandir = os.scandir
+
+    def vanishing(path: Path) -> list[os.DirEntry[str]]:
+        found = list(scandir(path))
+        victim.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(os, "scandir", vanishing)
+    found = _call("inspect", saved)
+    assert found.exit_code == 0, found.exception
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])

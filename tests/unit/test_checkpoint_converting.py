@@ -15,7 +15,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hp_sharding.checkpoint import converting
+from hp_sharding.checkpoint import converting, whole_files
 from hp_sharding.checkpoint.converting import Form, convert, outputs, stored_bytes, verify
 from hp_sharding.checkpoint.folder import open_checkpoint
 from hp_sharding.checkpoint.source import TensorInfo
@@ -31,6 +31,7 @@ class _Source:
     """Tensors of zeros that take no memory until they are read; ``fails_at`` is one that cannot be read."""
 
     where = "nowhere"
+    identity = "zeros"
     aliases: Mapping[str, str] = {}
     state: Mapping[str, Any] = {"steps": 1}
 
@@ -47,6 +48,9 @@ class _Source:
         return self.where
 
     def verify(self, part: int = 0, n_parts: int = 1) -> None:
+        pass
+
+    def check(self, name: str) -> None:
         pass
 
     def close(self) -> None:
@@ -223,6 +227,47 @@ def _told(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _told(item) for key, item in value.items()}
     return (value.name, value.dtype, value.tolist()) if isinstance(value, paddle.Tensor) else value
+
+
+@pytest.mark.parametrize("to", ["paddle", "safetensors"])
+def test_whole_files_are_told_apart_by_what_is_in_them(tmp_path: Path, to: Form) -> None:
+    found: dict[str, str] = {}
+    for name, numels in (
+        ("one", {"a": 6, "b": 5}),
+        ("same", {"a": 6, "b": 5}),
+        ("shape", {"a": 5, "b": 6}),
+        ("name", {"a": 6, "c": 5}),
+    ):
+        convert(_Source(_zeros(**numels)), to, tmp_path / name)
+        for _ in range(2):
+            with contextlib.closing(WholeFiles(tmp_path / name)) as files:
+                found.setdefault(name, files.identity)
+                assert files.identity == found[name]
+    assert found["one"] == found["same"]
+    assert len({found[name] for name in ("one", "shape", "name")}) == 3
+
+
+@pytest.mark.parametrize("to", ["paddle", "safetensors"])
+def test_whole_files_are_told_apart_by_format_and_size(tmp_path: Path, to: Form) -> None:
+    with open_checkpoint(write_checkpoint(tmp_path / "saved", some_tensors())) as source:
+        convert(source, to, tmp_path / "out")
+    with contextlib.closing(WholeFiles(tmp_path / "out")) as files:
+        before = files.identity
+    _, optimizer = outputs(tmp_path / "out", to)
+    optimizer.unlink()
+    with contextlib.closing(WholeFiles(tmp_path / "out")) as files:
+        assert files.identity != before
+
+
+@pytest.mark.parametrize("to", ["paddle", "safetensors"])
+def test_a_check_reads_one_tensor_of_whole_files(tmp_path: Path, to: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert(_Source(_zeros(a=30, b=20, c=10)), to, tmp_path / "out")
+    monkeypatch.setattr(whole_files, "BLOCK_NUMEL", 8)
+    found: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(WholeFiles, "read", lambda self, *args: found.append(args))
+    with contextlib.closing(WholeFiles(tmp_path / "out")) as files:
+        files.check("model/b")
+    assert found == [("model/b", 0, 8), ("model/b", 8, 16), ("model/b", 16, 20)]
 
 
 def test_what_was_converted_loads(tmp_path: Path) -> None:

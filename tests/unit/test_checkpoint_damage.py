@@ -15,6 +15,7 @@ import pytest
 
 from hp_sharding.checkpoint.folder import Checkpoint, is_complete, open_checkpoint, read_index
 from hp_sharding.checkpoint.index import FORMAT, Index, TensorEntry, parameter_of, seal
+from hp_sharding.checkpoint.values import encode
 from hp_sharding.errors import CheckpointError
 
 from ..stored import contents, halves, piece, random_tensors, same, save_parts
@@ -28,6 +29,14 @@ def folder(tmp_path: Path) -> Path:
     """A checkpoint of two data files."""
     save_parts(tmp_path, halves(random_tensors(1)), state={"steps": 3, "é": 1.5e-7}, aliases={"model/tied": _WEIGHT})
     return tmp_path
+
+
+_USES: list[Callable[[Checkpoint], Any]] = [
+    Checkpoint.verify,
+    lambda checkpoint: checkpoint.check(_WEIGHT),
+    lambda checkpoint: checkpoint.read(_WEIGHT, 0, 1),
+]
+"""All that looks at data files."""
 
 
 def _data_files(folder: Path) -> list[Path]:
@@ -92,7 +101,7 @@ def test_another_length_is_found(folder: Path) -> None:
         for changed in [*(data[:length] for length in range(0, len(data) - 1, 3)), data + b"\0", data * 2]:
             path.write_bytes(changed)
             with pytest.raises(CheckpointError, match=r"truncated|too long|damaged") as caught:
-                open_checkpoint(folder)
+                _verified(folder)
             assert caught.value.file == str(path)
             if path.suffix == ".safetensors":
                 assert caught.value.parameter == "net.weight" and "optimizer/net.weight/moment1" in str(caught.value)
@@ -106,7 +115,7 @@ def test_a_missing_data_file_is_named_with_what_it_holds(folder: Path) -> None:
         data = path.read_bytes()
         path.unlink()
         with pytest.raises(CheckpointError, match="moment1 and others, is missing") as caught:
-            open_checkpoint(folder)
+            _verified(folder)
         assert caught.value.file == str(path) and caught.value.parameter == "net.weight"
         assert not is_complete(folder)
         path.write_bytes(data)
@@ -120,15 +129,15 @@ def test_a_data_file_of_another_save_is_found(folder: Path, tmp_path: Path) -> N
     for path, another in zip(_data_files(folder), _data_files(other), strict=True):
         path.write_bytes(another.read_bytes()[: path.stat().st_size].ljust(path.stat().st_size))
     with pytest.raises(CheckpointError, match="checksum of its header is wrong"):
-        open_checkpoint(folder)
+        _verified(folder)
 
 
-def test_what_cannot_be_opened_leaves_no_file_open(folder: Path) -> None:
+def test_what_is_damaged_leaves_no_file_open(folder: Path) -> None:
     before = os.listdir("/proc/self/fd")
     path = _data_files(folder)[1]
     path.write_bytes(_flipped(path.read_bytes(), 20))
     with pytest.raises(CheckpointError, match="checksum of its header is wrong"):
-        open_checkpoint(folder)
+        _verified(folder)
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
@@ -191,6 +200,9 @@ def test_an_index_of_another_format_is_damage(folder: Path) -> None:
         {"tensors": {"model/w": {"shape": [1], "dtype": ["float32"], "chunks": []}}},
         {"tensors": {"model/w": {"shape": [1], "dtype": "float32", "chunks": [[0, 1]]}}},
         {"tensors": {}, "files": [{"name": "../secret", "nbytes": 1, "header_nbytes": 1, "header_crc32": 0}]},
+        {"tensors": {}, "files": [{"name": "a\0b", "nbytes": 1, "header_nbytes": 1, "header_crc32": 0}]},
+        {"tensors": {}, "files": [{"name": "é" * 128, "nbytes": 1, "header_nbytes": 1, "header_crc32": 0}]},
+        {"tensors": {}, "files": [{"name": "\ud800", "nbytes": 1, "header_nbytes": 1, "header_crc32": 0}]},
         {"tensors": {}, "files": [{"name": "f", "nbytes": None, "header_nbytes": 1, "header_crc32": 0}]},
         {"tensors": {}, "saved_at": "yesterday"},
         {"tensors": {}, "save_id": 5},
@@ -251,8 +263,18 @@ _LIES: list[tuple[_Change, str]] = [
 def test_an_index_that_lies_is_found(folder: Path, change: _Change, message: str) -> None:
     (folder / "index.json").write_bytes(change(read_index(folder)).to_json())
     with pytest.raises(CheckpointError, match=message) as caught:
-        open_checkpoint(folder)
+        _verified(folder)
     assert caught.value.file.startswith(str(folder))
+
+
+def test_files_of_no_bytes_are_no_checkpoint(folder: Path) -> None:
+    index = read_index(folder)
+    files = tuple(file._replace(nbytes=0, header_nbytes=0, header_crc32=0) for file in index.files)
+    (folder / "index.json").write_bytes(index._replace(tensors={}, aliases={}, files=files).to_json())
+    for path in _data_files(folder):
+        os.truncate(path, 0)
+    with open_checkpoint(folder) as checkpoint, pytest.raises(CheckpointError, match="its header cannot be parsed"):
+        checkpoint.verify(0, 3)
 
 
 def test_a_shape_of_as_many_elements_is_found_where_the_tensor_is_whole(tmp_path: Path) -> None:
@@ -260,26 +282,30 @@ def test_a_shape_of_as_many_elements_is_found_where_the_tensor_is_whole(tmp_path
     turned = _entry(lambda entry: entry._replace(shape=(4, 3)))(read_index(tmp_path))
     (tmp_path / "index.json").write_bytes(turned.to_json())
     with pytest.raises(CheckpointError, match=r"header has .*\[3, 4\].* index has .*\[4, 3\]"):
-        open_checkpoint(tmp_path)
+        _verified(tmp_path)
 
 
-@pytest.mark.parametrize("use", [Checkpoint.verify, lambda checkpoint: checkpoint.read(_WEIGHT, 0, 1), None])
+@pytest.mark.parametrize("is_used", [True, False])
+@pytest.mark.parametrize("use", _USES)
 def test_a_disk_that_fails_is_an_error_that_names_file_and_parameter(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[Checkpoint], Any] | None
+    folder: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[Checkpoint], Any], is_used: bool
 ) -> None:
-    def preadv(*_: Any) -> int:
+    def failing(*_: Any) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
     checkpoint = open_checkpoint(folder)
-    monkeypatch.setattr(os, "preadv", preadv)
+    if is_used:
+        checkpoint.verify()
+    monkeypatch.setattr(os, "preadv", failing)
     message = r"cannot be read, in .*net\.weight.*: Input/output error: the disk"
     with checkpoint, pytest.raises(CheckpointError, match=message) as caught:
-        use(checkpoint) if use else open_checkpoint(folder)
+        use(checkpoint)
     assert caught.value.parameter == "net.weight" and caught.value.file == str(_data_files(folder)[0])
 
 
 def test_a_file_cut_short_after_it_was_opened_is_found(folder: Path) -> None:
     with open_checkpoint(folder) as checkpoint:
+        checkpoint.verify()
         os.truncate(_data_files(folder)[1], checkpoint.index.files[1].header_nbytes + 3)
         with pytest.raises(CheckpointError, match=r"it ends at byte .* were written") as caught:
             checkpoint.read(_WEIGHT, 0, 12)
@@ -305,6 +331,80 @@ def test_damage_is_found_by_whoever_has_that_share(folder: Path) -> None:
         checkpoint.verify(0, 2)
         with pytest.raises(CheckpointError, match=r"in model/net.bias: a byte between"):
             checkpoint.verify(1, 2)
+
+
+@pytest.mark.parametrize("use", _USES)
+def test_a_file_is_checked_before_it_is_first_used(folder: Path, use: Callable[[Checkpoint], Any]) -> None:
+    path = _data_files(folder)[0]
+    data = path.read_bytes()
+    for changed, message in (
+        (None, "is missing"),
+        (data[:-1], "is truncated"),
+        (_flipped(data, 20), "the checksum of its header is wrong"),
+    ):
+        path.unlink() if changed is None else path.write_bytes(changed)
+        with open_checkpoint(folder) as checkpoint:
+            for _ in range(2):
+                with pytest.raises(CheckpointError, match=message) as caught:
+                    use(checkpoint)
+                assert caught.value.file == str(path) and caught.value.parameter == "net.weight"
+            path.write_bytes(data)
+            use(checkpoint)
+
+
+def test_each_flipped_byte_is_found_by_a_check_of_its_tensor_alone(folder: Path) -> None:
+    with open_checkpoint(folder) as checkpoint:
+        for name, entry in checkpoint.index.tensors.items():
+            for place in entry.places(name):
+                path = _data_files(folder)[place.chunk.file]
+                data = path.read_bytes()
+                for at in (place.offset_bytes, place.offset_bytes + place.nbytes - 1):
+                    path.write_bytes(_flipped(data, at))
+                    with pytest.raises(CheckpointError, match=f"in {name}: a byte between") as caught:
+                        checkpoint.check(name)
+                    assert caught.value.file == str(path)
+                    for other in checkpoint.tensors.keys() - {name}:
+                        checkpoint.check(other)
+                path.write_bytes(data)
+
+
+def test_every_flipped_byte_of_arrays_in_the_state_is_found_when_it_is_decoded(tmp_path: Path) -> None:
+    encoded = encode({"words": np.array(["a", "é"] * 200), "numbers": np.arange(400)}, where="")
+    save_parts(tmp_path, [[piece(name, array) for name, array in encoded.arrays.items()]], state=encoded.json)
+    path, index = _data_files(tmp_path)[0], read_index(tmp_path)
+    data = path.read_bytes()
+    for place in index.places()[0]:
+        for at in range(place.offset_bytes, place.offset_bytes + place.nbytes, 61):
+            path.write_bytes(_flipped(data, at))
+            with (
+                open_checkpoint(tmp_path) as checkpoint,
+                pytest.raises(CheckpointError, match="a byte between") as caught,
+            ):
+                _ = checkpoint.state
+            assert (caught.value.file, caught.value.parameter) == (str(path), place.name)
+
+
+_BASE64 = {"base64": "AAAA"}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a": {"$": "array", "dtype": "float32", "shape": [2], "tensor": "state/0"}},
+        {"a": {"$": "array", "dtype": "<U9", "shape": [2], "tensor": []}},
+        {"a": {"$": "array", "dtype": "float99", "shape": [2], **_BASE64}},
+        {"a": {"$": "array", "dtype": "float32", "shape": [1 << 70], **_BASE64}},
+        {"a": {"$": "array", "shape": [1], **_BASE64}},
+        {"a": {"$": "bytes", "base64": "é"}},
+        {"a": {"$": "int", "hex": 5}},
+        {"a": {"$": "dict", "items": [[[], 1]]}},
+        {"a": {"$": "what"}},
+    ],
+)
+def test_state_that_makes_no_sense_is_an_error_of_its_own(folder: Path, state: Any) -> None:
+    (folder / "index.json").write_bytes(read_index(folder)._replace(state=state).to_json())
+    with open_checkpoint(folder) as checkpoint, pytest.raises(CheckpointError):
+        _ = checkpoint.state
 
 
 def test_the_checkpoint_of_these_tests_is_whole(folder: Path) -> None:

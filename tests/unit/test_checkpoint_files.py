@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -9,7 +10,8 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -196,12 +198,106 @@ def test_beyond_a_number_files_are_opened_when_they_are_read(tmp_path: Path, mon
     monkeypatch.setattr(opened, "_MAX_OPEN", 3)
     before = len(os.listdir("/proc/self/fd"))
     checkpoint = open_checkpoint(tmp_path)
-    np.testing.assert_array_equal(whole(checkpoint, "model/w"), values)
-    checkpoint.verify()
+    for _ in range(2):
+        np.testing.assert_array_equal(whole(checkpoint, "model/w"), values)
+        checkpoint.verify()
     assert len(os.listdir("/proc/self/fd")) == before + 3
     checkpoint.close()
     checkpoint.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_is_read_after_closing_does_not_stay_open(tmp_path: Path) -> None:
+    save_parts(tmp_path, halves(random_tensors(1)))
+    before = len(os.listdir("/proc/self/fd"))
+    with open_checkpoint(tmp_path) as checkpoint:
+        pass
+    checkpoint.verify()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def _opened_files(patch: pytest.MonkeyPatch) -> list[str]:
+    """Grows with each file that is opened, or asked for by its name."""
+    found: list[str] = []
+    real = {call: getattr(os, call) for call in ("open", "stat")}
+    for call in real:
+        patch.setattr(os, call, functools.partial(_noting, found, real[call]))
+    return found
+
+
+def _noting(found: list[str], real: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+    found.append(os.path.basename(path))
+    return real(path, *args, **kwargs)
+
+
+def test_each_rank_opens_only_the_files_that_it_verifies_or_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = np.arange(600, dtype=np.float32)
+    pieces = [[piece(f"model/p{part}", values)] for part in range(6)]
+    save_id = save_parts(tmp_path, pieces)
+    names = [f"{save_id}-{part:05d}-of-00006.safetensors" for part in range(6)]
+    seen = _opened_files(monkeypatch)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.tensors and not seen
+        for part in range(3):
+            checkpoint.verify(part, 3)
+            assert seen == names[: 2 * part + 2]
+        checkpoint.read("model/p0", 0, 9)
+        checkpoint.check("model/p5")
+    with open_checkpoint(tmp_path) as checkpoint:
+        checkpoint.read("model/p4", 0, 9)
+    assert seen == [*names, names[4]]
+
+
+@given(_checkpoints(), st.integers(1, 5))
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_each_file_is_checked_by_some_part_even_if_nothing_lies_in_it(
+    found: tuple[int, dict[str, Cut]], n_parts: int
+) -> None:
+    with tempfile.TemporaryDirectory() as folder, _written(folder, *found) as checkpoint:
+        with pytest.MonkeyPatch.context() as patch:
+            seen = _opened_files(patch)
+            for part in range(n_parts):
+                checkpoint.verify(part, n_parts)
+        assert sorted(seen) == [file.name for file in checkpoint.index.files]
+        for file in checkpoint.index.files:
+            path = Path(folder) / file.name
+            path.rename(path.with_suffix(".aside"))
+            with open_checkpoint(folder) as again:
+                errors = [error for part in range(n_parts) if (error := _error_of(again, part, n_parts))]
+            assert errors and all(error.file == str(path) for error in errors)
+            path.with_suffix(".aside").rename(path)
+
+
+def _error_of(checkpoint: Checkpoint, part: int, n_parts: int) -> CheckpointError | None:
+    try:
+        checkpoint.verify(part, n_parts)
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def test_several_threads_may_read_what_was_not_read_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.arange(40, dtype=np.float32)
+    save_parts(tmp_path, [[piece("model/w", values, part, part + 1)] for part in range(40)])
+    monkeypatch.setattr(opened, "_MAX_OPEN", 20)
+    before = len(os.listdir("/proc/self/fd"))
+    with open_checkpoint(tmp_path) as checkpoint, ThreadPoolExecutor(8) as executor:
+        for found in executor.map(lambda _: whole(checkpoint, "model/w"), range(32)):
+            np.testing.assert_array_equal(found, values)
+        assert len(os.listdir("/proc/self/fd")) == before + 20
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_identity_is_that_of_the_save(tmp_path: Path) -> None:
+    found = []
+    for _ in range(2):
+        save_parts(tmp_path, halves(random_tensors(1)))
+        for _ in range(2):
+            with open_checkpoint(tmp_path) as checkpoint:
+                found.append(checkpoint.identity)
+    assert found[0] == found[1] != found[2] == found[3]
 
 
 def test_a_large_file_goes_to_the_disk_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,10 @@ import paddle
 import pytest
 
 from hp_sharding.checkpoint.lazy import LazyTensor
-from hp_sharding.checkpoint.pickled import NamedTensor, PickleWriter, _put_all, write_pickled
+from hp_sharding.checkpoint.pickled import PickleWriter
 from hp_sharding.checkpoint.unpickled import NAMES, PARTS, PickledFile
 from hp_sharding.errors import CheckpointError
+from tests.pickled import NamedTensor, put_all, write_pickled
 
 PLAIN = {"last_epoch": 3, "last_lr": 0.1, "best": float("inf"), "text": "é" * 400, "list": [1, -(2**70), None, True],
          "tuple": (), "deep": {1: "one", "more": [{}]}, "of numpy": np.float64(0.1)}  # fmt: skip
@@ -98,12 +99,12 @@ def test_writes_a_tied_tensor_once(tmp_path: Path) -> None:
     array = np.arange(5000, dtype=np.float32)
     for is_tied in (True, False):
         writer = PickleWriter(tmp_path / f"{is_tied}", in_table=True)
-        writer.put("first", NamedTensor("w", array), is_tied=is_tied)
-        writer.put("between", NamedTensor("v", array[:2]))
+        writer.put("first", NamedTensor("w", array).streamed(), is_tied=is_tied)
+        writer.put("between", NamedTensor("v", array[:2]).streamed())
         if is_tied:
             writer.put_again("second", "first")
         else:
-            writer.put("second", NamedTensor("w", array))
+            writer.put("second", NamedTensor("w", array).streamed())
         writer.close()
         writer.rename()
     _assert_same(paddle.load(str(tmp_path / "True")), paddle.load(str(tmp_path / "False")))
@@ -333,7 +334,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
         writer = PickleWriter(path, in_table=False)
         with pytest.raises(CheckpointError, match="file cannot be written: File too large") as caught:
-            _put_all(writer, items)
+            put_all(writer, items)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)

@@ -19,10 +19,10 @@ from paddle.optimizer.lr import StepDecay
 
 from hp_sharding.checkpoint.full_state import FullMoment, FullParam, FullState
 from hp_sharding.checkpoint.paddle_names import ACCUMULATORS, owner_of, without_optimizer_name
-from hp_sharding.checkpoint.pickled import NamedTensor, write_pickled
 from hp_sharding.checkpoint.source import MODEL, STORAGE, TensorInfo
 from hp_sharding.checkpoint.whole_files import WholeFiles, write_paddle, write_safetensors
 from hp_sharding.errors import CheckpointError
+from tests.pickled import NamedTensor, write_pickled
 from tests.unit.test_checkpoint_pickled import LOADS, _assert_same
 
 WRITES = {"paddle": write_paddle, "safetensors": write_safetensors}

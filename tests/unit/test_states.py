@@ -251,6 +251,44 @@ def test_a_state_from_before_a_thaw() -> None:
     assert all(map(np.array_equal, run.end(), before))
 
 
+def _thawed(make: Make, settings: dict[str, Any]) -> _Run:
+    run = _Run(make, settings, frozen=True)
+    for param in run.model.rare.parameters():
+        param.stop_gradient = False
+    return run
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("kind", ["AdamW", "Momentum"])
+def test_a_state_from_after_a_thaw(kind: str, stage: int) -> None:
+    """What was frozen when it was wrapped has a master in the state, so its moments are a float32 slice's here too."""
+    make = _optimize(kind, multi_precision=True)
+    run = _thawed(make, {"stage": stage})
+    run.train(range(4, 6))
+    files = run.saved()
+    losses, end, state = run.train(range(6, 8)), run.end(), run.snapshot()
+    other = _thawed(make, {"stage": stage})
+    other.load(files)
+    assert not [key for key in other.optimizer.state_dict() if "fp32_master" in key]
+    assert other.train(range(6, 8)) == losses
+    assert all(map(np.array_equal, other.end(), end))
+    _assert_same(other.snapshot(), state)
+
+
+def test_a_state_that_is_refused_thaws_nothing() -> None:
+    make = _optimize("AdamW", multi_precision=True)
+    run, other = (_thawed(make, {"stage": 2}) for _ in range(2))
+    run.train(range(4, 6))
+    state = run.optimizer.state_dict()
+    name = run.model.rare.weight.name
+    state["master_weights"][name] = paddle.zeros([2])
+    masters = set(other.optimizer.state_dict()["master_weights"])
+    with pytest.raises(ConfigError, match=f"'master_weights' of parameter '{name}'"):
+        other.optimizer.set_state_dict(state)
+    assert name not in masters
+    assert set(other.optimizer.state_dict()["master_weights"]) == masters
+
+
 def test_a_scheduler_that_nobody_uses_is_mentioned(caplog: pytest.LogCaptureFixture) -> None:
     run = _Run(KINDS["AdamW"], SETTINGS["stage 2"])
     run.train(range(1))
