@@ -39,7 +39,7 @@ class FileBeside:
         self._stack = contextlib.ExitStack()
         try:
             self._fd = self._stack.enter_context(new_file(self._partial, replace=True))
-            self._wrote = self._stack.enter_context(syncing_behind(self._fd))
+            self._wrote = syncing_behind(self._fd)
         except OSError as error:
             raise failed(error, self.path, "cannot be written") from error
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,7 +29,7 @@ _ADVICE = {
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 """What file systems answer that cannot sync a folder, and need not."""
 
-_SYNC_BYTES = 32 << 20
+_SYNC_BYTES = 8 << 20
 """After how much the disk is set to work while more is written."""
 
 
@@ -78,59 +77,24 @@ def new_file(path: str | os.PathLike[str], *, replace: bool = False) -> Iterator
         raise
 
 
-@contextlib.contextmanager
-def syncing_behind(fd: int) -> Iterator[Callable[[int], None]]:
-    """While a large file is written, puts what is there on the disk, so that the last sync has little left to do.
+def syncing_behind(fd: int) -> Callable[[int], None]:
+    """While a large file is written, has the system put on the disk what is there already: less for the last sync.
 
-    Gives a function to be told of the bytes that were written. When the block ends, no thread uses ``fd`` any more.
-
-    Raises:
-        OSError: the disk failed. A later sync would not say so again.
+    Gives a function to be told of the bytes that were written, one after the other. It waits for nothing; what fails
+    is for the last sync to say.
     """
-    behind = _Behind(fd)
-    try:
-        yield behind.wrote
-    except BaseException:
-        with contextlib.suppress(OSError):
-            behind.join()
-        raise
-    behind.join()
+    written = begun = 0
 
+    def wrote(nbytes: int) -> None:
+        nonlocal written, begun
+        written += nbytes
+        if written - begun >= _SYNC_BYTES:
+            # Says that nobody needs these pages soon: what is not on the disk yet begins its way there.
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(fd, begun, written - begun, os.POSIX_FADV_DONTNEED)
+            begun = written
 
-class _Behind:
-    """One sync at a time, in a thread."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._thread: threading.Thread | None = None
-        self._error: OSError | None = None
-        self._nbytes = 0
-
-    def wrote(self, nbytes: int) -> None:
-        self._nbytes += nbytes
-        if self._nbytes < _SYNC_BYTES or (self._thread is not None and self._thread.is_alive()):
-            return
-        self.join()
-        self._nbytes = 0
-        thread = threading.Thread(target=self._sync, name="hp_sharding-sync", daemon=True)
-        # No thread can start any more while the interpreter ends. The last sync does it all then.
-        with contextlib.suppress(RuntimeError):
-            thread.start()
-            self._thread = thread
-
-    def join(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _sync(self) -> None:
-        try:
-            os.fdatasync(self._fd)
-        except OSError as error:
-            self._error = error
+    return wrote
 
 
 def replace_file(path: Path, data: bytes, *, beside: Path) -> None:

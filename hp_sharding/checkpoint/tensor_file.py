@@ -88,7 +88,8 @@ def write_tensors(path: Path, pieces: Iterable[Piece]) -> Written:
     wanted.sort(key=lambda piece: -STORAGE[piece.info.dtype].itemsize)
     header = _header(path, wanted)
     try:
-        with new_file(path) as fd, syncing_behind(fd) as wrote:
+        with new_file(path) as fd:
+            wrote = syncing_behind(fd)
             write_all(fd, memoryview(header))
             out = _Out(path, fd, wrote)
             sums = [out.write_piece(piece) for piece in wanted]

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from hp_sharding.checkpoint import durable
 from hp_sharding.checkpoint.durable import sync_folder
 from hp_sharding.checkpoint.folder import Save, is_complete, new_save_id, open_checkpoint
 from hp_sharding.checkpoint.tensor_file import write_tensors
@@ -247,11 +246,12 @@ def test_a_file_that_the_kernel_cuts_off_is_gone(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_fails_behind_the_writing_is_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fdatasync(_: int) -> None:
+    """The system says so when the file is synced."""
+
+    def fsync(_: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(durable, "_SYNC_BYTES", 100)
-    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(CheckpointError, match="cannot be written: Input/output error"):
         write_tensors(tmp_path / "f", [piece("model/w", np.ones(200))])
     assert not list(tmp_path.iterdir())

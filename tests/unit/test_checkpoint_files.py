@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import json
 import math
 import os
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -302,25 +301,30 @@ def test_the_identity_is_that_of_the_save(tmp_path: Path) -> None:
 
 def test_a_large_file_goes_to_the_disk_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durable, "_SYNC_BYTES", 100)
-    synced: list[str] = []
+    asked: list[tuple[int, int]] = []
 
-    def fdatasync(fd: int) -> None:
-        time.sleep(0.05)
-        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+    def fadvise(fd: int, start: int, nbytes: int, advice: int) -> None:
+        assert os.readlink(f"/proc/self/fd/{fd}") == str(tmp_path / "f")
+        assert advice == os.POSIX_FADV_DONTNEED
+        asked.append((start, start + nbytes))
 
-    monkeypatch.setattr(os, "fdatasync", fdatasync)
-    values = np.arange(200, dtype=np.float32)
-    write_tensors(tmp_path / "f", [piece("model/w", values)])
-    assert synced == [str(tmp_path / "f")]  # and no sync is under way when the file is closed
-    assert same(load_file(tmp_path / "f"), {"model/w": values})
+    monkeypatch.setattr(os, "posix_fadvise", fadvise)
+    values = {f"model/{name}": np.arange(200, dtype=np.float32) for name in "ab"}
+    write_tensors(tmp_path / "f", [piece(name, value) for name, value in values.items()])
+    starts, ends = zip(*asked, strict=True)
+    assert starts == (0, *ends[:-1]), "one after the other"
+    assert all(end - start >= 100 for start, end in asked) and ends[-1] > 1600 - 100
+    assert same(load_file(tmp_path / "f"), values)
 
 
-def test_without_threads_the_last_sync_does_it_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(self: object) -> None:
-        raise RuntimeError("can't start new thread")
+def test_a_file_system_that_takes_no_advice_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fadvise(*_: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(durable, "_SYNC_BYTES", 100)
-    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(os, "posix_fadvise", fadvise)
     write_tensors(tmp_path / "f", [piece("model/w", np.ones(200, np.float32))])
     assert same(load_file(tmp_path / "f"), {"model/w": np.ones(200, np.float32)})
 
