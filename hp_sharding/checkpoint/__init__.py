@@ -1,8 +1,21 @@
 """Checkpoints: saved by all ranks together, each its share, and loaded into any other number of them.
 
-``saving`` and ``loading`` are the two directions; ``whole`` reads and writes Paddle's ordinary files. What a rank holds
-is in ``held``, and a folder of files with its index in ``folder``; between the two stands ``source``, logical tensors
-that know neither.
+From the model down to the disk::
+
+    saving, loading, whole       the calls: save, load, save_full and load_full
+    ranks                        who takes part; all succeed or all fail
+    held, shares, matching       what is here, what of it this rank writes, what of a source fits it
+    blocks, rng, schedulers      tensors, generators and schedulers, out and in
+    source, values               in the middle: logical tensors, and plain values beside them
+    folder, opened, index,       a checkpoint: one data file a rank, the index last;
+      tensor_file, durable         written and read
+    whole_files, full_state      ordinary files of whole tensors:
+    paddle_files, paddle_names,    .pdparams and .pdopt,
+      pickled, unpickled, pickle_machine
+    safetensors_files              safetensors,
+    lazy, beside                   read in parts, and put in place when they are complete
+    converting, contents,        the command line
+      terminal, command
 """
 
 from __future__ import annotations

@@ -114,8 +114,10 @@ def _settle_pending(held: Held) -> None:
     """A save that has failed does not keep anybody from going back to an earlier one."""
     try:
         finish_pending(held.model)
-    except CheckpointError as error:
-        LOG.warning("before loading, the asynchronous save under way failed: %s", error)
+    except CommError:
+        raise
+    except Exception:  # on some rank a MemoryError, say, which on the others is a CheckpointError
+        LOG.exception("before loading, the asynchronous save under way failed")
 
 
 @contextlib.contextmanager
