@@ -101,6 +101,35 @@ class Found(NamedTuple):
     state: dict[str, Any]
 
 
+class FileWriter(Protocol):
+    """A file that appears under its name when it is complete."""
+
+    def close(self) -> None:
+        """All of it is on the disk."""
+
+    def rename(self) -> None:
+        """It takes its place."""
+
+    def discard(self) -> None:
+        """It goes. Safe after ``rename``."""
+
+
+def put_in_place(weights: FileWriter, optimizer: FileWriter | None) -> None:
+    """Both are on the disk before the first takes its place; the weights come last."""
+    in_order = [weights] if optimizer is None else [optimizer, weights]
+    for file in in_order:
+        file.close()
+    for file in in_order:
+        file.rename()
+
+
+def discard_both(weights: FileWriter, optimizer: FileWriter | None) -> None:
+    """Nothing is left beside, and what was there stays."""
+    weights.discard()
+    if optimizer is not None:
+        optimizer.discard()
+
+
 class Target(Protocol):
     """Files that are written side by side, each value once and in order. Every method may raise CheckpointError."""
 

@@ -97,6 +97,31 @@ class OpenFile:
         self.close()
 
 
+class FileReader:
+    """Whatever reads tensors out of one file, which it keeps open for them.
+
+    Raises:
+        CheckpointError: it cannot be opened.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = OpenFile(path)
+
+    @property
+    def path(self) -> str:
+        """Of the file."""
+        return self._file.path
+
+    @property
+    def nbytes(self) -> int:
+        """Its size when it was opened."""
+        return self._file.nbytes
+
+    def close(self) -> None:
+        """Its tensors can no longer be read. Safe to call twice."""
+        self._file.close()
+
+
 class LazyTensor:
     """A tensor whose values are still in the file.
 

@@ -12,6 +12,7 @@ from ..errors import CheckpointError
 from ..moments import kinds_of
 from .blocks import fits
 from .held import Held, HeldTensor, Updated
+from .index import parameter_of
 from .schedulers import needed_keys, scheduler_state
 from .source import MODEL, OPTIMIZER, SPLIT_MARK, STATE, TensorInfo, TensorSource
 
@@ -111,8 +112,7 @@ class _Matching:
 
     def _is_alias(self, name: str) -> bool:
         """Whoever unties a model finds the same value under both names; whoever ties one, two values for one."""
-        param = name.removeprefix(OPTIMIZER).rpartition("/")[0] if name.startswith(OPTIMIZER) else ""
-        return name in self._held.aliases or MODEL + param in self._held.aliases
+        return name in self._held.aliases or MODEL + parameter_of(name) in self._held.aliases
 
     def _concerns(self, name: str) -> bool:
         """Not the part of a split parameter that another rank has."""
@@ -251,7 +251,4 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _error(source: TensorSource, what: str, name: str = "") -> CheckpointError:
-    parameter = name.removeprefix(MODEL)
-    if name.startswith(OPTIMIZER):
-        parameter = name.removeprefix(OPTIMIZER).rpartition("/")[0]
-    return CheckpointError(f"checkpoint '{source.where}' {what}", file=source.where, parameter=parameter)
+    return CheckpointError(f"checkpoint '{source.where}' {what}", file=source.where, parameter=parameter_of(name))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy.typing as npt
 
 from ..errors import CheckpointError
-from .full_state import BLOCK_NUMEL, Found, FullMoment, FullParam, FullState
+from .full_state import BLOCK_NUMEL, Found, FullMoment, FullParam, FullState, discard_both, put_in_place
 from .lazy import LazyTensor
 from .paddle_names import accumulator_variable, master_variable, owner_of, without_optimizer_name
 from .pickled import PickleWriter, Streamed
@@ -199,16 +199,10 @@ class PaddleTarget:
             scheduler = self._state.state.get("lr_scheduler")
             if scheduler is not None:
                 self._optimizer.put(_SCHEDULER, scheduler)
-            self._optimizer.close()
-        self._weights.close()
-        if self._optimizer is not None:
-            self._optimizer.rename()
-        self._weights.rename()
+        put_in_place(self._weights, self._optimizer)
 
     def discard(self) -> None:
-        self._weights.discard()
-        if self._optimizer is not None:
-            self._optimizer.discard()
+        discard_both(self._weights, self._optimizer)
 
     def _end_masters(self, optimizer: PickleWriter) -> None:
         if self._is_in_masters:

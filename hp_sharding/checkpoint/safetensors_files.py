@@ -19,8 +19,8 @@ import numpy.typing as npt
 from ..errors import CheckpointError
 from . import values
 from .beside import FileBeside
-from .full_state import Found, FullMoment, FullParam, FullState, flat_blocks
-from .lazy import ByteRun, LazyTensor, OpenFile, Payload
+from .full_state import Found, FullMoment, FullParam, FullState, discard_both, flat_blocks, put_in_place
+from .lazy import ByteRun, FileReader, LazyTensor, Payload
 from .source import MODEL, OPTIMIZER, SAFETENSORS, STORAGE, TensorInfo
 
 WEIGHTS = ".safetensors"
@@ -39,7 +39,7 @@ _MAX_HEADER_BYTES = 100_000_000
 Array = npt.NDArray[Any]
 
 
-class TensorsFile:
+class TensorsFile(FileReader):
     """A safetensors file, open for reading.
 
     Attributes:
@@ -51,7 +51,7 @@ class TensorsFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = OpenFile(path)
+        super().__init__(path)
         try:
             header, data_at = self._header()
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
@@ -63,20 +63,6 @@ class TensorsFile:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def path(self) -> str:
-        """Of the file."""
-        return self._file.path
-
-    @property
-    def nbytes(self) -> int:
-        """Its size when it was opened."""
-        return self._file.nbytes
-
-    def close(self) -> None:
-        """Its tensors can no longer be read. Safe to call twice."""
-        self._file.close()
 
     def _header(self) -> tuple[dict[str, Any], int]:
         if self._file.nbytes < 8:
@@ -259,13 +245,7 @@ class SafetensorsTarget:
         if self._optimizer is not None:
             for name, array in self._arrays.items():
                 self._optimizer.put(name, flat_blocks(array))
-            self._optimizer.close()
-        self._weights.close()
-        if self._optimizer is not None:
-            self._optimizer.rename()
-        self._weights.rename()
+        put_in_place(self._weights, self._optimizer)
 
     def discard(self) -> None:
-        self._weights.discard()
-        if self._optimizer is not None:
-            self._optimizer.discard()
+        discard_both(self._weights, self._optimizer)

@@ -96,7 +96,8 @@ def save(
         held.keep_writes()
         shared = values.encode(state_of(held, scaler, extra), where="")
         own = values.encode({"rng": rng_state(), "rank_extra": rank_extra}, where="", prefix=f"rank/{ranks.rank}/")
-        digest = values.digest(values.encode(extra, where="extra")) if ranks.n_ranks > 1 else 0
+        of_extra = values.Encoded(shared.json["extra"], shared.arrays)
+        digest = values.digest(of_extra) if ranks.n_ranks > 1 else 0
     save_id = _agree_on_id(ranks, Path(path).name, digest)
     with ranks.together():
         pieces = [_tensor_piece(share, copy=asynchronous) for share in own_shares(held)]

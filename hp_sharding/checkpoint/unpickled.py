@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError
-from .lazy import ByteRun, LazyTensor, OpenFile, Payload, text_blocks
+from .lazy import ByteRun, FileReader, LazyTensor, OpenFile, Payload, text_blocks
 from .pickle_machine import MEANINGLESS, Built, Global, Machine
 
 NAMES = "StructuredToParameterName@@"
@@ -32,7 +32,7 @@ PARTS = "UnpackBigParamInfor@@"
 _DTYPE = re.compile(r"[<>=|]?([biufc])(1|2|4|8|16)")
 
 
-class PickledFile:
+class PickledFile(FileReader):
     """A pickled dict, open for reading.
 
     Attributes:
@@ -44,26 +44,12 @@ class PickledFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = OpenFile(path)
+        super().__init__(path)
         try:
             self.content = _content(self._file)
         except BaseException:
             self.close()
             raise
-
-    @property
-    def path(self) -> str:
-        """Of the file."""
-        return self._file.path
-
-    @property
-    def nbytes(self) -> int:
-        """Its size when it was opened."""
-        return self._file.nbytes
-
-    def close(self) -> None:
-        """Its tensors can no longer be read. Safe to call twice."""
-        self._file.close()
 
     def __enter__(self) -> PickledFile:
         return self
