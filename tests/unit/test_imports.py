@@ -15,6 +15,7 @@ ORDER = [
     "errors",
     "config",
     "layout",
+    "trace",
     "comm",
     "timeline",
     "broadcast",
@@ -36,6 +37,7 @@ ORDER = [
     "replication",
     "sent",
     "reduction",
+    "ownership",
     "schedule",
     "numerics",
     "nonfinite",
@@ -46,8 +48,10 @@ ORDER = [
     "states",
     "sharded_weights",
     "optimizer",
+    "recorded",
     "plain",
     "sharding",
+    "plan",
     "checkpoint",
     "fleet",
     "run",
@@ -57,7 +61,7 @@ ORDER = [
 ]
 """Every module and package of hp_sharding. Each may import those above it, and none below."""
 
-WITHOUT_PADDLE = {"errors", "config", "layout", "foresight"}
+WITHOUT_PADDLE = {"errors", "config", "layout", "trace", "foresight"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
 MAX_LINES = 500
 
