@@ -110,6 +110,15 @@ class GradientArena:
         """Bytes of the second tensors; 0 unless backwards add up over several replicas."""
         return sum(tensor.size * tensor.element_size() for tensor in self._places[Place.SPARE].all)
 
+    @property
+    def holds_any(self) -> bool:
+        """Whether some bucket has a sum, partial or total."""
+        return any(self._holds) or any(place is not None for place in self._partial)
+
+    def release(self) -> None:
+        """Lets go of all tensors. It is of no more use."""
+        self._places = {place: _Tensors() for place in Place}
+
     def slice(self, index: int) -> paddle.Tensor:
         """Bucket ``index``'s shard of the gradient: flat, ``shard_numel`` elements."""
         return self._slice(Place.MAIN, index)

@@ -79,6 +79,10 @@ class BufferPlace(NamedTuple):
 class FusedCommBuffer:
     """One bucket: parameters as views of a flat full tensor, this rank's shard of it, and the full gradient.
 
+    Args:
+        shard: this rank's shard, where it has storage of its own and is known already; None takes the parameters'
+            values, which must then be there.
+
     Attributes:
         layout: the arithmetic of the bucket.
         params: its parameters, in slot order.
@@ -90,7 +94,14 @@ class FusedCommBuffer:
         gradient: its full gradient, while there is one.
     """
 
-    def __init__(self, layout: BucketLayout, params: Sequence[EagerParamBase], place: BufferPlace) -> None:
+    def __init__(
+        self,
+        layout: BucketLayout,
+        params: Sequence[EagerParamBase],
+        place: BufferPlace,
+        *,
+        shard: paddle.Tensor | None = None,
+    ) -> None:
         self.layout = layout
         self.params = list(params)
         self._shapes = [list(param.shape) for param in params]
@@ -107,7 +118,7 @@ class FusedCommBuffer:
         dtypes = layout.dtypes
         self._wire = None if dtypes.gather == dtypes.param else dtypes.gather
         self._shares = place.keeps_full and dtypes.shard_is_slice
-        self.shard = self._adopt()
+        self.shard = self._adopt(shard)
         self.slices = self._make_slices()
         self.gradient = GradientStorage(layout, self.params, place.pool)
 
@@ -115,6 +126,20 @@ class FusedCommBuffer:
     def name(self) -> str:
         """Name for people, as in errors and in the timeline."""
         return self.layout.name
+
+    @property
+    def owns_shard(self) -> bool:
+        """Whether the shard has storage of its own; else it is a slice of the full tensor."""
+        return not self._shares
+
+    def drop_shard(self) -> None:
+        """Lets go of the shard and the slices of it. The bucket is of no more use, but that ``full`` may be read."""
+        self.shard, self.slices = paddle.empty([0], self.layout.dtypes.shard), []
+
+    def dissolve(self) -> None:
+        """Lets go of all storage; its parameters belong to other buckets now."""
+        self.drop_shard()
+        self._full, self._slot_views = None, []
 
     @property
     def full(self) -> paddle.Tensor | None:
@@ -330,14 +355,15 @@ class FusedCommBuffer:
             absent.set_value(paddle.full_like(absent, float("nan")))
         return written
 
-    def _adopt(self) -> paddle.Tensor:
+    def _adopt(self, shard: paddle.Tensor | None) -> paddle.Tensor:
         """Takes over the parameters' values; returns the shard."""
         if self.status is Status.SHARDED:
-            shard = self._adopt_shard()
+            shard = self._adopt_shard() if shard is None else shard
             self._take_dtype()
             self._release_params()
             return shard
-        shard = None if self._shares else self._adopt_shard()
+        if shard is None and not self._shares:
+            shard = self._adopt_shard()
         full = self._adopt_full()
         return self._own_slice(full) if shard is None else shard
 

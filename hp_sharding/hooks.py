@@ -20,7 +20,6 @@ from paddle.base.framework import EagerParamBase
 
 from . import backward
 from .errors import StateError
-from .gathers import Place
 from .outputs import ATOMS, kept_tensors, tensors_in
 from .precision import cast_inputs, stays_float32
 from .residency import Call
@@ -57,8 +56,8 @@ class HookTarget(Protocol):
     def arrive(self, awaited: tuple[int, int]) -> None:
         """A gradient is in that says when a call is over."""
 
-    def take_gradient(self, place: Place) -> None:
-        """A parameter's gradient is in ``param.grad``."""
+    def take_gradient(self, param: int) -> None:
+        """The gradient of the parameter with this ``id`` is in ``param.grad``."""
 
 
 def hook_unit(target: HookTarget, layer: nn.Layer, unit: int) -> None:
@@ -127,9 +126,9 @@ def show_inputs(layer: nn.Layer, look: Callable[[Any], None]) -> None:
     layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
 
-def hook_gradient(target: HookTarget, param: EagerParamBase, place: Place) -> None:
+def hook_gradient(target: HookTarget, param: EagerParamBase) -> None:
     """Tells when the parameter's gradient has been accumulated. Paddle cannot remove such a hook: it goes quiet."""
-    reference = weakref.ref(target)
+    reference, key = weakref.ref(target), id(param)
 
     def hook() -> None:
         living = reference()
@@ -141,7 +140,7 @@ def hook_gradient(target: HookTarget, param: EagerParamBase, place: Place) -> No
                     "a gradient came in, but nobody announced its backward, so it would never be reduced: something "
                     "put back paddle.base.core.eager.run_backward after the model was wrapped. Wrap the model after it"
                 )
-            living.take_gradient(place)
+            living.take_gradient(key)
         except BaseException as error:
             backward.keep_error(error)
             raise

@@ -83,6 +83,11 @@ class Timeline:
         self._stalls: list[Stall] = []
         self._step_start_s: float | None = None
 
+    def stop(self) -> None:
+        """Records nothing more, and forgets what has been recorded."""
+        self.enabled = False
+        self.steps, self.spans, self._works, self._stalls, self._step_start_s = [], [], [], [], None
+
     def watch(self, work: Work) -> Work:
         """Has the work's span counted once it is done. Returns ``work``."""
         if self.enabled:

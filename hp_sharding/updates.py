@@ -154,7 +154,7 @@ class InnerUpdates:
         self._add_parts([buffer.layout.number for buffer in buffers if not buffer.layout.frozen])
         inner._add_param_group, inner.step, inner.minimize = _refuse_group, _refuse_step, _refuse_step
         ratio = getattr(inner, "_lr_ratio", None)
-        if ratio is not None:
+        if ratio is not None and not isinstance(ratio, _RatioOfWhole):
             inner._lr_ratio = _RatioOfWhole(ratio, optimizer_params(inner))
 
     @property
@@ -227,6 +227,19 @@ class InnerUpdates:
                 by_group[part.group].append((part.slice, part.gradient))
         for group in sorted(by_group):
             self._apply_group(group, by_group[group])
+
+    def holds(self, param: EagerParamBase) -> bool:
+        """Whether the optimizer has the parameter."""
+        return id(param) in self._group_of
+
+    def trains(self, bucket: int) -> bool:
+        """Whether the bucket's parameters train, or did when the model was wrapped. The same on every rank."""
+        return bucket in self._parts
+
+    def release(self) -> None:
+        """Lets go of all slices and gradients. It is of no more use."""
+        self._parts.clear()
+        self._clipper = None
 
     def moment_bytes(self) -> int:
         """Bytes of optimizer state that each element has, as allocated by now (before the first step: 0)."""

@@ -18,6 +18,7 @@ from .. import guard
 from ..buffer import FusedCommBuffer, Status
 from ..config import SHORT_DTYPES
 from ..errors import ConfigError, LayoutError
+from ..layout import sorted_by_first
 from ..optimizer import ShardedOptimizer
 from ..plain import PlainOptimizer
 from ..precision import dtype_name
@@ -212,8 +213,8 @@ class Held:
         last = set(orders["last"])
         names = self._keys
         of_buckets = [[names[id(param)] for param in buffer.params] for buffer in self.buffers]
-        reducer.adopt_order(_by_first(of_buckets, orders["reduce"], reducer.order))
-        schedule.adopt_gather_order(_by_first(of_buckets, orders["gather"], schedule.gathers.order))
+        reducer.adopt_order(sorted_by_first(of_buckets, orders["reduce"], reducer.order))
+        schedule.adopt_gather_order(sorted_by_first(of_buckets, orders["gather"], schedule.gathers.order))
         held_back = {bucket for bucket, params in enumerate(of_buckets) if last.intersection(params)}
         reducer._always_last = reducer._always_last | held_back
         reducer.round = orders["round"]
@@ -269,13 +270,6 @@ class Held:
         rank, n_ranks = self.ranks.tensor
         is_split = n_ranks > 1 and bool(getattr(tensor, "is_distributed", False))
         return f"{key}{SPLIT_MARK}{rank}of{n_ranks}" if is_split else key
-
-
-def _by_first(of_buckets: list[list[str]], names: Sequence[str], known: Sequence[int]) -> list[int]:
-    """Buckets by the first of ``names`` that each has; those that have none come last, as ``known`` has them."""
-    places = {name: place for place, name in enumerate(names)}
-    firsts = [min((places.get(name, len(places)) for name in params), default=len(places)) for params in of_buckets]
-    return sorted(known, key=firsts.__getitem__)
 
 
 def _inner_of(model: nn.Layer, optimizer: Any) -> Any:

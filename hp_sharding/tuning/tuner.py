@@ -1,0 +1,257 @@
+"""Measures steps, agrees on them with all ranks, and puts one candidate after the other in force between two steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..assembly import Foundation, control_lanes
+from ..config import AUTO, START_MB, ShardingConfig
+from ..facts import largest
+from ..layout import model_state_bytes
+from ..optimizer import ShardedOptimizer
+from ..relayout import can_relayout, relayout
+from .search import Measured, Search
+
+LOG = logging.getLogger("hp_sharding")
+
+FIRST_STEPS = 3
+"""Steps that are not counted at first: storage is taken, and the order of the layers is learned."""
+SKIPPED_STEPS = 1
+"""Steps that are not counted after a change."""
+COUNTED_STEPS = 4
+"""Steps that are counted of each candidate."""
+DEPTHS = (1, 2, 3)
+FACTORS = tuple(2.0**power for power in range(-5, 4))
+"""Candidates for the size of buckets, as multiples of the one that tuning begins with."""
+MB = 1 << 20
+
+
+class Choice(NamedTuple):
+    """What was measured of one setting.
+
+    Attributes:
+        key: of ``ShardingConfig``.
+        value: what it was set to.
+        step_ms: median step, in milliseconds, of the rank that took longest.
+        exposed_ms: median of what of it was spent waiting for communication.
+        n_steps: how many were counted.
+    """
+
+    key: str
+    value: float
+    step_ms: float
+    exposed_ms: float
+    n_steps: int
+
+
+class _Knob(NamedTuple):
+    """A setting to be chosen: its candidates in order, and which of them is in force."""
+
+    key: str
+    values: Sequence[float]
+    start: int
+
+
+class _Times(NamedTuple):
+    """One step on this rank, in milliseconds."""
+
+    step_ms: float
+    exposed_ms: float
+
+
+def begin(foundation: Foundation, asked: ShardingConfig) -> ShardingConfig:
+    """The settings to begin with: numbers in the place of ``"auto"``, within the budget."""
+    begun = asked.begun()
+    if asked.comm_buffer_size_MB != AUTO:
+        return begun
+    start_mb = float(begun.comm_buffer_size_MB)
+    sizes = _sizes(foundation, begun, _budget_bytes(foundation, asked))
+    return dataclasses.replace(begun, comm_buffer_size_MB=max((mb for mb in sizes if mb <= start_mb), default=sizes[0]))
+
+
+class Tuner:
+    """Chooses what a ``ShardingConfig`` leaves open.
+
+    Attributes:
+        asked: the settings that were given, ``"auto"`` among them.
+        is_over: whether all has been chosen; ``optimizer.config`` has it.
+        measured: what was measured of what has been chosen.
+
+    Args:
+        optimizer: held weakly; its parts are those of a new layout after each change.
+        foundation: what its buckets are made of.
+        asked: see above.
+    """
+
+    def __init__(self, optimizer: ShardedOptimizer, foundation: Foundation, asked: ShardingConfig) -> None:
+        self.asked = asked
+        self.is_over = False
+        self.measured: list[Choice] = []
+        self._optimizer = weakref.ref(optimizer)
+        self._foundation = foundation
+        self._budget_bytes = _budget_bytes(foundation, asked)
+        self._open = [key for key in ("comm_buffer_size_MB", "prefetch_depth") if getattr(asked, key) == AUTO]
+        self._knob: _Knob | None = None
+        self._search = Search(1, 0)
+        self._current = 0
+        self._times: list[_Times] = []
+        self._n_steps = 0
+        self._due = FIRST_STEPS + COUNTED_STEPS
+        self._last_s = time.perf_counter()
+        foundation.timeline.enabled = True
+
+    # -- told by the optimizer -----------------------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        """A step has been made."""
+        if self.is_over:
+            return
+        now_s = time.perf_counter()
+        recorded = self._foundation.timeline.steps
+        self._times.append(_Times((now_s - self._last_s) * 1e3, recorded[-1].exposed_ms if recorded else 0.0))
+        del self._times[:-COUNTED_STEPS]
+        self._last_s = now_s
+        self._n_steps += 1
+
+    def end_clear(self) -> None:
+        """Gradients have been cleared. Collective once enough steps have been made."""
+        if self.is_over or self._n_steps < self._due:
+            return
+        steps = self._agree()
+        if steps is None:
+            self._due = self._n_steps + 1
+        else:
+            self._go_on(steps)
+
+    # -- parts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _wrapped(self) -> ShardedOptimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
+
+    def _agree(self) -> Measured | None:
+        """The last steps, each as the rank saw it for which it took longest; None while some rank can change nothing."""
+        numbers = [float(not can_relayout(self._wrapped))]
+        numbers += [number for times in zip(*self._times, strict=True) for number in times]
+        lanes = control_lanes(self._foundation.lanes)
+        if "tensor" in self._foundation.lanes:
+            lanes = [*lanes, self._foundation.lanes["tensor"]]
+        busy, *agreed = largest(numbers, lanes, label=f"measured steps, {self._n_steps} after the last change")
+        return None if busy else Measured(agreed[:COUNTED_STEPS], agreed[COUNTED_STEPS:])
+
+    def _go_on(self, steps: Measured) -> None:
+        """Takes steps of what is in force, and puts the next candidate, or what has been chosen, in force."""
+        if self._knob is None:
+            self._knob = self._find_knob(self._open.pop(0))
+            self._search, self._current = Search(len(self._knob.values), self._knob.start), self._knob.start
+        self._search.take(self._current, steps)
+        candidate = self._search.next()
+        if candidate is not None:
+            self._put(self._knob, candidate)
+            return
+        self._settle(self._knob)
+        if self._open:
+            self._go_on(self._search.measured[self._search.best])
+        else:
+            self._finish()
+
+    def _settle(self, knob: _Knob) -> None:
+        best = self._search.best
+        self._put(knob, best)
+        self.measured += [
+            Choice(knob.key, knob.values[number], found.step, found.exposed, len(found.step_ms))
+            for number, found in sorted(self._search.measured.items())
+        ]
+        self._log(knob, best)
+        self._knob = None
+
+    def _put(self, knob: _Knob, candidate: int) -> None:
+        if candidate != self._current:
+            value = knob.values[candidate]
+            self._put_size(value) if knob.key == "comm_buffer_size_MB" else self._put_depth(int(value))
+            self._current = candidate
+        self._n_steps, self._due = 0, SKIPPED_STEPS + COUNTED_STEPS
+
+    def _put_size(self, size_mb: float) -> None:
+        optimizer = self._wrapped
+        relayout(optimizer, self._foundation, dataclasses.replace(optimizer.config, comm_buffer_size_MB=size_mb))
+
+    def _put_depth(self, depth: int) -> None:
+        optimizer = self._wrapped
+        optimizer.config = dataclasses.replace(optimizer.config, prefetch_depth=depth)
+        optimizer._schedule.gathers.set_ahead(optimizer.config.units_ahead)
+
+    def _finish(self) -> None:
+        self.is_over = True
+        if not self.asked.timeline:
+            self._foundation.timeline.stop()
+
+    def _log(self, knob: _Knob, best: int) -> None:
+        if not (self._wrapped._reducer.lanes.is_first and self._wrapped._updates.sums.is_first_of_tensor):
+            return
+        figures = ", ".join(
+            f"{knob.values[number]:g}: {found.step:.1f} ({found.exposed:.1f})"
+            for number, found in sorted(self._search.measured.items())
+        )
+        LOG.info(
+            "%s=%g chosen. Median ms of a step of the slowest rank, and what of it was waiting: %s",
+            knob.key, knob.values[best], figures,
+        )  # fmt: skip
+
+    def _find_knob(self, key: str) -> _Knob:
+        config = self._wrapped.config
+        if key == "comm_buffer_size_MB":
+            sizes = _sizes(self._foundation, config, self._budget_bytes)
+            return _Knob(key, sizes, sizes.index(float(config.comm_buffer_size_MB)))
+        if not config.units_ahead:
+            LOG.debug("prefetch_depth: nothing is gathered ahead of use, so there is nothing to choose")
+            return _Knob(key, [1], 0)
+        depths = [depth for depth in DEPTHS if _taken_bytes(self._foundation, config, depth) <= self._budget_bytes]
+        return _Knob(key, depths or [1], 0)
+
+
+# -- candidates --------------------------------------------------------------------------------------------------------
+
+
+def _sizes(foundation: Foundation, config: ShardingConfig, budget_bytes: int) -> list[float]:
+    """Sizes in MB that give different buckets, within the budget; at least one. Always the one of ``config``."""
+    found: dict[Any, float] = {}
+    own_mb = float(config.comm_buffer_size_MB)
+    sizes = [START_MB * factor for factor in FACTORS]
+    for size_mb in sorted({*sizes, own_mb}, key=lambda size_mb: (size_mb != own_mb, size_mb)):
+        changed = dataclasses.replace(config, comm_buffer_size_MB=size_mb)
+        # Ranks that hold other parts of split parameters may find others alike.
+        slots = tuple(layout.slots for layout in foundation.plan(changed))
+        key = size_mb if "tensor" in foundation.lanes else slots
+        if _taken_bytes(foundation, changed) <= budget_bytes:
+            found.setdefault(key, size_mb)
+    return sorted(found.values()) or [min(sizes)]
+
+
+def _budget_bytes(foundation: Foundation, asked: ShardingConfig) -> int:
+    if asked.tuning_budget_MB is not None:
+        return int(asked.tuning_budget_MB * MB)
+    begun = asked.begun()
+    whole = model_state_bytes(
+        foundation.plan(begun), begun.stage, keeps_full=not begun.reshards_after_step, moment_bytes=0
+    )
+    return _taken_bytes(foundation, begun) + whole.total // 10
+
+
+def _taken_bytes(foundation: Foundation, config: ShardingConfig, depth: int | None = None) -> int:
+    """What settings decide of a rank's memory: gradients in flight, and in stage 3 the gathered parameters."""
+    state = model_state_bytes(
+        foundation.plan(config),
+        config.stage,
+        keeps_full=not config.reshards_after_step,
+        moment_bytes=0,
+        units_ahead=(config.units_ahead or 0) if depth is None else depth,
+    )
+    return state.gradients + (state.parameters if config.stage == 3 else 0)
