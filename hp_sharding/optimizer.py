@@ -171,8 +171,8 @@ class ShardedOptimizer:
         """Forgets the gradients, and brings a model whose forward or backward raised back to a clean state.
 
         After an exception every rank of the group calls it. While something is tuned (``"auto"``) every rank calls it
-        after each step, since what is chosen is put in force here. ``set_to_zero`` has Paddle's meaning: True, a parameter
-        that had a gradient is updated with zeros by a later ``step()``; False, it is skipped.
+        after each step, since what is chosen is put in force here. ``set_to_zero`` has Paddle's meaning: True, a
+        parameter that had a gradient is updated with zeros by a later ``step()``; False, it is skipped.
 
         Raises:
             CommError: a collective under way failed.

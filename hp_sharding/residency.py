@@ -119,7 +119,7 @@ class UnitGathers(Gathers):
         before: UnitGathers | None = None,
     ) -> None:
         super().__init__(buffers, ahead=ahead, timeline=timeline)
-        self.foresight = Foresight() if before is None else before.foresight
+        self.foresight: Foresight = Foresight() if before is None else before.foresight
         self._rules = rules
         self._uncounted = _small_units(buffers, rules) | {_ROOT}
         self._calls: list[Call] = []
@@ -128,7 +128,7 @@ class UnitGathers(Gathers):
         self._expected: list[int] = []
         self._kept: set[int] = set()
         self._deferred = False
-        self._backward = 0 if before is None else before._backward + 1
+        self._backward: int = 0 if before is None else before._backward + 1
         self._first_backward = self._backward
         self._opened: dict[int, None] = {}
         """Units opened in the backward under way; none: it has nothing to do with this model."""

@@ -11,8 +11,10 @@ NEGLIGIBLE_EXPOSED = 0.01
 """Part of a step. Where no more is waited for, another setting has next to nothing to gain."""
 MIN_MARGIN = 0.01
 """Part of a step by which candidates must differ at least to count as different."""
-PATIENCE = 2
-"""Candidates in a row that are no better, after which a direction is given up."""
+FAR = 0.1
+"""Part of a step by which a candidate must be worse than the best for those beyond it not to be tried."""
+MAX_VISITS = 4
+"""How often a candidate is measured at most."""
 _SIGMAS_OF_MEDIAN = 1.25
 """The standard error of a median, in those of the mean of normally distributed values."""
 _SIGMA_OF_MAD = 1.4826
@@ -44,11 +46,12 @@ class Measured(NamedTuple):
 
 
 class Search:
-    """Climbs down a row of candidates that stand in order, from ``start``: first towards smaller ones, then larger ones.
+    """A race: candidates stand in order; all that are near enough are measured, the better half again, and so on.
 
-    A direction ends where steps get longer by more than chance explains, or after ``PATIENCE`` candidates that are no
-    better. The two best are measured once more if chance may have decided between them. The same on every rank that
-    takes the same figures.
+    The first round goes from ``start`` to smaller ones and then to larger ones, and ends in a direction where steps are
+    much longer than the best by more than chance explains. Each later round measures those again that may be the best,
+    at most half of the round before; so what is close is measured often, and at times far apart. The same on every rank
+    that takes the same figures.
 
     Args:
         n: how many candidates there are.
@@ -60,68 +63,68 @@ class Search:
 
     def __init__(self, n: int, start: int) -> None:
         self.measured: dict[int, Measured] = {}
-        self._n = n
+        self._visits = [0] * n
         self._start = start
-        self._again: list[int] | None = None
+        self._round: list[int] = []
+        self._field: list[int] | None = None
 
     def take(self, candidate: int, steps: Measured) -> None:
         """Steps that were made with a candidate; they add to those taken before."""
         known = self.measured.get(candidate)
         self.measured[candidate] = steps if known is None else known + steps
+        self._visits[candidate] += 1
 
     @property
     def best(self) -> int:
-        """The candidate with the shortest steps; of several that cannot be told apart by 0.1 %, the smallest."""
-        shortest = min(found.step for found in self.measured.values())
-        return min(number for number, found in self.measured.items() if found.step <= shortest * 1.001)
+        """The candidate with the shortest steps, among those measured most often."""
+        visits = max(self._visits[number] for number in self.measured)
+        return min((number for number in self.measured if self._visits[number] == visits), key=self._step_of)
 
     def next(self) -> int | None:
         """Which candidate to measure; None once the search is over."""
         if self._start not in self.measured:
             return self._start
-        if self._again is None:
-            first = self.measured[self._start]
-            if first.exposed < NEGLIGIBLE_EXPOSED * first.step:
-                return None
+        first = self.measured[self._start]
+        if self._field is None and first.exposed < NEGLIGIBLE_EXPOSED * first.step:
+            return None
+        if self._field is None:
             for direction in (-1, 1):
-                smaller = [number for number in self.measured if number <= self._start]
-                if direction > 0 and self._is_better(min(smaller, key=self._step_of), self._start):
-                    continue  # where smaller ones are better, larger ones are not
                 candidate = self._next_towards(direction)
                 if candidate is not None:
                     return candidate
-            self._again = self._rivals()
-        return self._again.pop(0) if self._again else None
+            self._field = list(self.measured)
+        if not self._round:
+            self._round = self._next_round(self._field)
+            self._field = list(self._round)
+        return self._round.pop(0) if self._round else None
 
     def margin(self) -> float:
         """Milliseconds by which two candidates may differ by chance."""
         rest = [abs(ms - found.step) for found in self.measured.values() for ms in found.step_ms]
-        n_steps = min(len(found.step_ms) for found in self.measured.values())
+        n_steps = min(len(self.measured[number].step_ms) for number in self._field or self.measured)
         error = _SIGMAS_OF_MEDIAN * _SIGMA_OF_MAD * median(rest) / math.sqrt(n_steps)
-        return max(MIN_MARGIN * self.measured[self.best].step, math.sqrt(2) * error)
+        return max(MIN_MARGIN * self._shortest, 1.5 * math.sqrt(2) * error)
+
+    @property
+    def _shortest(self) -> float:
+        return min(found.step for found in self.measured.values())
 
     def _step_of(self, candidate: int) -> float:
         return self.measured[candidate].step
 
-    def _is_better(self, candidate: int, other: int) -> bool:
-        return self._step_of(candidate) < self._step_of(other) - self.margin()
-
     def _next_towards(self, direction: int) -> int | None:
-        """The next one in that direction; None where it is given up."""
+        """The next one that has not been measured; None where there is none, or nothing to be hoped for."""
         last = self._start
-        best, worse_in_a_row = self._start, 0
         while last + direction in self.measured:
             last += direction
-            if self._is_better(best, last):
-                return None
-            worse_in_a_row = 0 if self._step_of(last) < self._step_of(best) else worse_in_a_row + 1
-            best = min(best, last, key=self._step_of)
-        candidate = last + direction
-        return candidate if worse_in_a_row < PATIENCE and 0 <= candidate < self._n else None
+        if self._step_of(last) > self._shortest + max(self.margin(), FAR * self._shortest):
+            return None
+        return last + direction if 0 <= last + direction < len(self._visits) else None
 
-    def _rivals(self) -> list[int]:
-        """The best two, where they may have changed places by chance."""
-        ranked: Sequence[int] = sorted(self.measured, key=self._step_of)
-        if len(ranked) < 2 or self._is_better(ranked[0], ranked[1]):
-            return []
-        return [ranked[1], ranked[0]]
+    def _next_round(self, field: Sequence[int]) -> list[int]:
+        """Of the field those that may still be the best, at most half of it; nothing once one is left."""
+        ranked = sorted(field, key=self._step_of)
+        limit = self._step_of(ranked[0]) + self.margin()
+        near = [number for number in ranked if self._step_of(number) <= limit]
+        kept = near[: max(2, (len(field) + 1) // 2)]
+        return kept if len(kept) > 1 and self._visits[kept[0]] < MAX_VISITS else []

@@ -23,8 +23,8 @@ FIRST_STEPS = 3
 """Steps that are not counted at first: storage is taken, and the order of the layers is learned."""
 SKIPPED_STEPS = 1
 """Steps that are not counted after a change."""
-COUNTED_STEPS = 4
-"""Steps that are counted of each candidate."""
+COUNTED_STEPS = 3
+"""Steps that are counted each time that a candidate is measured."""
 DEPTHS = (1, 2, 3)
 FACTORS = tuple(2.0**power for power in range(-5, 4))
 """Candidates for the size of buckets, as multiples of the one that tuning begins with."""
@@ -137,7 +137,7 @@ class Tuner:
         return optimizer
 
     def _agree(self) -> Measured | None:
-        """The last steps, each as the rank saw it for which it took longest; None while some rank can change nothing."""
+        """The last steps, each as the slowest rank saw it; None while on some rank nothing can be changed."""
         numbers = [float(not can_relayout(self._wrapped))]
         numbers += [number for times in zip(*self._times, strict=True) for number in times]
         lanes = control_lanes(self._foundation.lanes)
