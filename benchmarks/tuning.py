@@ -77,7 +77,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--stage", type=int, default=2, choices=(1, 2, 3))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each setting in each round")
-    parser.add_argument("--patience-s", type=float, default=60, help="seconds, for each speed, to wait for a quiet machine")
+    parser.add_argument(
+        "--patience-s", type=float, default=60, help="seconds, for each speed, to wait for a quiet machine"
+    )
     parser.add_argument("--quick", action="store_true", help="two rounds over half of the grid")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     parser.add_argument("--as-rank", help=argparse.SUPPRESS)
@@ -161,7 +163,13 @@ def _measure(rate_mbit: int, options: argparse.Namespace) -> dict[str, Any]:
             _say("")
             for group in groups.values():
                 group.end()
-    return {"rate_mbit": rate_mbit, "stage": options.stage, "tuned": tuned, "foreign_cpu_share": share, **_sum_up(turns)}
+    return {
+        "rate_mbit": rate_mbit,
+        "stage": options.stage,
+        "tuned": tuned,
+        "foreign_cpu_share": share,
+        **_sum_up(turns),
+    }
 
 
 def _set_up(groups: dict[Setting, Group]) -> dict[str, float]:
@@ -210,7 +218,7 @@ def _step_ms(turn: list[RankTurn]) -> float:
 
 
 def _sum_up(turns: dict[Setting, list[list[RankTurn]]]) -> dict[str, Any]:
-    rows = []
+    rows: list[dict[str, Any]] = []
     auto = next(setting for setting in turns if setting.is_auto)
     for setting, of_setting in turns.items():
         ratios = [_step_ms(own) / _step_ms(other) for own, other in zip(turns[auto], of_setting, strict=True)]
@@ -218,15 +226,13 @@ def _sum_up(turns: dict[Setting, list[list[RankTurn]]]) -> dict[str, Any]:
             {
                 "setting": str(setting),
                 "step_ms": statistics.median(ms for turn in of_setting for rank in turn for ms in rank.step_ms),
-                "exposed_ms": statistics.median(
-                    rank.timeline["exposed_ms"] for turn in of_setting for rank in turn
-                ),
+                "exposed_ms": statistics.median(rank.timeline["exposed_ms"] for turn in of_setting for rank in turn),
                 "n_buckets": of_setting[-1][0].parts["n_buckets"],
                 "auto_over_it": statistics.median(ratios),
             }
         )
     fixed = [row for row in rows if row["setting"] != str(auto)]
-    best = max(fixed, key=lambda row: float(row["auto_over_it"]))
+    best: dict[str, Any] = max(fixed, key=lambda row: row["auto_over_it"])
     return {"rows": rows, "best": best["setting"], "auto_over_best": best["auto_over_it"]}
 
 
@@ -242,7 +248,8 @@ def _print(result: dict[str, Any]) -> None:
         cells = f"{row['n_buckets']:>9.0f}{row['step_ms']:>9.1f}{row['exposed_ms']:>9.1f}{row['auto_over_it']:>11.3f}"
         print(f"{row['setting']:<20}{cells}")
     verdict = "met" if result["auto_over_best"] <= LIMIT else "missed"
-    print(f"auto: {result['auto_over_best']:.3f} times the best of the grid ({result['best']}), limit {LIMIT}: {verdict}")
+    quotient = f"{result['auto_over_best']:.3f} times the best of the grid ({result['best']})"
+    print(f"auto: {quotient}, limit {LIMIT}: {verdict}")
     if result["foreign_cpu_share"] > FOREIGN_LIMIT:
         share = f"{100 * result['foreign_cpu_share']:.0f} %"
         print(f"WARNING: other programs took {share} of the processor meanwhile; measure again on a quiet machine")

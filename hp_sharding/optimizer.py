@@ -7,6 +7,7 @@ import dataclasses
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import paddle
@@ -42,8 +43,17 @@ class Tuning(Protocol):
     def end_step(self) -> None:
         """A step has been made."""
 
-    def end_clear(self) -> None:
-        """Gradients have been cleared: buckets may change now."""
+    def end_clear(self, *, awaits_backward: bool) -> None:
+        """Gradients have been cleared: buckets may change now, unless a forward has had no backward yet."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Within, nothing changes."""
+
+    def kept(self) -> dict[str, Any] | None:
+        """What was chosen, for a checkpoint; None while nothing has been."""
+
+    def adopt(self, kept: Mapping[str, Any]) -> None:
+        """Takes what ``kept`` gave where it was asked for on as many ranks, and has not been chosen. Collective."""
 
 
 class ShardedOptimizer:
@@ -177,13 +187,14 @@ class ShardedOptimizer:
         Raises:
             CommError: a collective under way failed.
         """
+        awaits_backward = self._reducer.armed
         self._schedule.forget_forward()
         self._reducer.clear(set_to_zero)
         if self._reducer.running is not None:
             self._reducer.running.drop()
         self._gradients.end_step()
         if self.tuning is not None:
-            self.tuning.end_clear()
+            self.tuning.end_clear(awaits_backward=awaits_backward)
 
     clear_gradients = clear_grad
 

@@ -165,6 +165,8 @@ def shard_over(
         lanes = connect(Grid([me], [me]), timeout_s=config.timeout_s)
     if not lanes:
         names = {id(param): name for name, param in model.named_parameters()}
+        if config.tunes:
+            LOG.debug("one process sends nothing, so there is nothing to tune")
         return PlainOptimizer(optimizer, config, baseline_bytes, names=names, model=model)
     check_split(optimizer, lanes["tensor"].ranks if "tensor" in lanes else ())
     check_fresh(optimizer)

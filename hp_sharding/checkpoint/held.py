@@ -7,6 +7,7 @@ has whole and alike.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -219,6 +220,22 @@ class Held:
         reducer._always_last = reducer._always_last | held_back
         reducer.round = orders["round"]
 
+    def tuned(self) -> dict[str, Any] | None:
+        """What was chosen by measurement; None while nothing has been."""
+        tuning = getattr(self.optimizer, "tuning", None)
+        return tuning.kept() if tuning is not None else None
+
+    def take_tuned(self, tuned: Mapping[str, Any] | None) -> bool:
+        """Puts it in force where it was asked for and not chosen yet. Collective; after ``prepare_writes``.
+
+        Returns whether buckets are others now.
+        """
+        before = self.buffers[:1]
+        tuning = getattr(self.optimizer, "tuning", None)
+        if tuning is not None and tuned:
+            tuning.adopt(tuned)
+        return self.buffers[:1] != before
+
     def param_names(self) -> dict[str, str]:
         """Paddle's name of each parameter, by structured name: its own optimizer files know parameters by that."""
         return {name: tensor.name for name, tensor in self._order if isinstance(tensor, EagerParamBase)}
@@ -243,8 +260,10 @@ class Held:
 
     def prepare_writes(self) -> None:
         """Before shards are written: gradients are forgotten, and no gather reads shards. Collective."""
-        if self.optimizer is not None:
-            self.optimizer.clear_grad(set_to_zero=False)  # they are of other values
+        tuning = getattr(self.optimizer, "tuning", None)
+        with tuning.paused() if tuning is not None else contextlib.nullcontext():
+            if self.optimizer is not None:
+                self.optimizer.clear_grad(set_to_zero=False)  # they are of other values
         if self.schedule is not None:
             self.schedule.begin_step()
             self.schedule.gathers.finish_under_way()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..assembly import Foundation, control_lanes
@@ -25,6 +26,10 @@ SKIPPED_STEPS = 1
 """Steps that are not counted after a change."""
 COUNTED_STEPS = 3
 """Steps that are counted each time that a candidate is measured."""
+MAX_PUT_OFF = 20
+"""How often in a row nothing may be changed before somebody is told."""
+TUNED = ("comm_buffer_size_MB", "prefetch_depth")
+"""What can be ``"auto"``, in the order in which it is chosen."""
 DEPTHS = (1, 2, 3)
 FACTORS = tuple(2.0**power for power in range(-5, 4))
 """Candidates for the size of buckets, as multiples of the one that tuning begins with."""
@@ -95,12 +100,14 @@ class Tuner:
         self._optimizer = weakref.ref(optimizer)
         self._foundation = foundation
         self._budget_bytes = _budget_bytes(foundation, asked)
-        self._open = [key for key in ("comm_buffer_size_MB", "prefetch_depth") if getattr(asked, key) == AUTO]
+        self._open = [key for key in TUNED if getattr(asked, key) == AUTO]
         self._knob: _Knob | None = None
         self._search = Search(1, 0)
         self._current = 0
         self._times: list[_Times] = []
         self._n_steps = 0
+        self._n_put_off = 0
+        self._is_paused = False
         self._due = FIRST_STEPS + COUNTED_STEPS
         self._last_s = time.perf_counter()
         foundation.timeline.enabled = True
@@ -118,17 +125,61 @@ class Tuner:
         self._last_s = now_s
         self._n_steps += 1
 
-    def end_clear(self) -> None:
-        """Gradients have been cleared. Collective once enough steps have been made."""
-        if self.is_over or self._n_steps < self._due:
+    def end_clear(self, *, awaits_backward: bool) -> None:
+        """Gradients have been cleared. Collective once enough steps have been made.
+
+        What a forward has kept for its backward may be of parameters as they lie now; so they stay for as long.
+        """
+        if self.is_over or self._is_paused or self._n_steps < self._due:
             return
-        steps = self._agree()
+        steps = self._agree(can_change=not awaits_backward and can_relayout(self._wrapped))
         if steps is None:
-            self._due = self._n_steps + 1
+            self._put_off()
         else:
+            self._n_put_off = 0
             self._go_on(steps)
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within, nothing changes: somebody else works on the buckets."""
+        self._is_paused, before = True, self._is_paused
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def kept(self) -> dict[str, Any] | None:
+        """What was chosen, and for how many ranks; None while it has not been."""
+        config = self._wrapped.config
+        chosen = {key: getattr(config, key) for key in TUNED if getattr(self.asked, key) == AUTO}
+        return {**chosen, **self._ranks()} if self.is_over else None
+
+    def adopt(self, kept: Mapping[str, Any]) -> None:
+        """Puts in force what ``kept`` gave, here or in another run, and measures nothing more.
+
+        Not where it was chosen for another number of ranks or another stage, where something is missing, or where
+        something was chosen here already. Collective, between ``clear_grad()`` and the next forward.
+        """
+        asked = [key for key in TUNED if getattr(self.asked, key) == AUTO]
+        fits = all(kept.get(key) == value for key, value in self._ranks().items())
+        if self.is_over or not fits or any(kept.get(key) is None for key in asked):
+            return
+        if "comm_buffer_size_MB" in asked:
+            self._put_size(float(kept["comm_buffer_size_MB"]))
+        if "prefetch_depth" in asked:
+            self._put_depth(int(kept["prefetch_depth"]))
+        self._open, self._knob = [], None
+        self._finish()
+
     # -- parts ---------------------------------------------------------------------------------------------------
+
+    def _ranks(self) -> dict[str, int]:
+        lanes = self._foundation.lanes
+        return {
+            "stage": self.asked.stage,
+            "shard_ranks": lanes["gather"].nranks,
+            "replicas": self._foundation.n_replicas,
+        }
 
     @property
     def _wrapped(self) -> ShardedOptimizer:
@@ -136,9 +187,24 @@ class Tuner:
         assert optimizer is not None
         return optimizer
 
-    def _agree(self) -> Measured | None:
+    def _put_off(self) -> None:
+        self._due = self._n_steps + 1
+        self._n_put_off += 1
+        if self._n_put_off == MAX_PUT_OFF and self._speaks:
+            LOG.warning(
+                "nothing can be tuned: whenever gradients are cleared a forward is still without its backward, or "
+                "whole parameters are asked for, on some rank. Call optimizer.clear_grad() right after "
+                "optimizer.step()"
+            )
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this is the rank that logs."""
+        return self._wrapped._reducer.lanes.is_first and self._wrapped._updates.sums.is_first_of_tensor
+
+    def _agree(self, *, can_change: bool) -> Measured | None:
         """The last steps, each as the slowest rank saw it; None while on some rank nothing can be changed."""
-        numbers = [float(not can_relayout(self._wrapped))]
+        numbers = [float(not can_change)]
         numbers += [number for times in zip(*self._times, strict=True) for number in times]
         lanes = control_lanes(self._foundation.lanes)
         if "tensor" in self._foundation.lanes:
@@ -149,7 +215,10 @@ class Tuner:
     def _go_on(self, steps: Measured) -> None:
         """Takes steps of what is in force, and puts the next candidate, or what has been chosen, in force."""
         if self._knob is None:
-            self._knob = self._find_knob(self._open.pop(0))
+            self._knob = self._next_knob()
+            if self._knob is None:
+                self._finish()
+                return
             self._search, self._current = Search(len(self._knob.values), self._knob.start), self._knob.start
         self._search.take(self._current, steps)
         candidate = self._search.next()
@@ -157,14 +226,11 @@ class Tuner:
             self._put(self._knob, candidate)
             return
         self._settle(self._knob)
-        if self._open:
-            self._go_on(self._search.measured[self._search.best])
-        else:
-            self._finish()
+        self._go_on(self._search.measured[self._search.best])
 
     def _settle(self, knob: _Knob) -> None:
         best = self._search.best
-        self._put(knob, best)
+        self._put(knob, best, is_last=True)
         self.measured += [
             Choice(knob.key, knob.values[number], found.step, found.exposed, len(found.step_ms))
             for number, found in sorted(self._search.measured.items())
@@ -172,8 +238,8 @@ class Tuner:
         self._log(knob, best)
         self._knob = None
 
-    def _put(self, knob: _Knob, candidate: int) -> None:
-        if candidate != self._current:
+    def _put(self, knob: _Knob, candidate: int, *, is_last: bool = False) -> None:
+        if candidate != self._current or is_last:
             value = knob.values[candidate]
             self._put_size(value) if knob.key == "comm_buffer_size_MB" else self._put_depth(int(value))
             self._current = candidate
@@ -181,7 +247,8 @@ class Tuner:
 
     def _put_size(self, size_mb: float) -> None:
         optimizer = self._wrapped
-        relayout(optimizer, self._foundation, dataclasses.replace(optimizer.config, comm_buffer_size_MB=size_mb))
+        if size_mb != optimizer.config.comm_buffer_size_MB:
+            relayout(optimizer, self._foundation, dataclasses.replace(optimizer.config, comm_buffer_size_MB=size_mb))
 
     def _put_depth(self, depth: int) -> None:
         optimizer = self._wrapped
@@ -194,7 +261,7 @@ class Tuner:
             self._foundation.timeline.stop()
 
     def _log(self, knob: _Knob, best: int) -> None:
-        if not (self._wrapped._reducer.lanes.is_first and self._wrapped._updates.sums.is_first_of_tensor):
+        if not self._speaks:
             return
         figures = ", ".join(
             f"{knob.values[number]:g}: {found.step:.1f} ({found.exposed:.1f})"
@@ -205,16 +272,20 @@ class Tuner:
             knob.key, knob.values[best], figures,
         )  # fmt: skip
 
-    def _find_knob(self, key: str) -> _Knob:
+    def _next_knob(self) -> _Knob | None:
+        """The next setting to be chosen, with its candidates; None once all are."""
         config = self._wrapped.config
-        if key == "comm_buffer_size_MB":
-            sizes = _sizes(self._foundation, config, self._budget_bytes)
-            return _Knob(key, sizes, sizes.index(float(config.comm_buffer_size_MB)))
-        if not config.units_ahead:
-            LOG.debug("prefetch_depth: nothing is gathered ahead of use, so there is nothing to choose")
-            return _Knob(key, [1], 0)
-        depths = [depth for depth in DEPTHS if _taken_bytes(self._foundation, config, depth) <= self._budget_bytes]
-        return _Knob(key, depths or [1], 0)
+        while self._open:
+            key = self._open.pop(0)
+            if key == "comm_buffer_size_MB":
+                sizes = _sizes(self._foundation, config, self._budget_bytes)
+                return _Knob(key, sizes, sizes.index(float(config.comm_buffer_size_MB)))
+            if config.units_ahead:
+                taken = {depth: _taken_bytes(self._foundation, config, depth) for depth in DEPTHS}
+                depths = [depth for depth in DEPTHS if depth == DEPTHS[0] or taken[depth] <= self._budget_bytes]
+                return _Knob(key, depths, 0)
+            LOG.debug("%s: nothing is gathered ahead of use, so there is nothing to choose", key)
+        return None
 
 
 # -- candidates --------------------------------------------------------------------------------------------------------
