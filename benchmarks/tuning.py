@@ -4,10 +4,10 @@
     python -m benchmarks.tuning --stage 3          # sizes and depths
     python -m benchmarks.tuning --rates 1000 --quick --json
 
-A GPT of 6 million parameters, AdamW, two ranks of one core each on two hosts. Every setting of the grid has processes of
-its own, and so has ``"auto"``, which tunes while it warms up. Then all take turns, round after round. What counts is the
-median over rounds of the quotient of ``"auto"`` and a fixed setting of the same round; the best setting of the grid is
-the one for which that is largest.
+A GPT of 6 million parameters, AdamW, two ranks of one core each on two hosts. Every setting of the grid has processes
+of its own, and so has ``"auto"``, which tunes while it warms up. Then all take turns, round after round. What counts is
+the median over rounds of the quotient of ``"auto"`` and a fixed setting of the same round; the best setting of the grid
+is the one for which that is largest.
 """
 
 from __future__ import annotations

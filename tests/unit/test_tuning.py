@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
-from hp_sharding import ConfigError, ShardingConfig, StateError, full_parameters, shard
+from hp_sharding import ConfigError, ShardingConfig, StateError, full_parameters, relayout, shard
 from hp_sharding.buffer import Status
 from hp_sharding.plain import PlainOptimizer
 from hp_sharding.tuning import tuner
 from hp_sharding.tuning.tuner import COUNTED_STEPS, FIRST_STEPS, SKIPPED_STEPS
 from tests.fakes import Rig
 from tests.models import make_model, make_optimizer
-from tests.tasks import BOTH, SMALL_MB, TASKS, assert_same, plain_optimizer, shard_task
+from tests.tasks import BOTH, SMALL_MB, TASKS, assert_same, final_values, plain_optimizer, shard_task
 
 FACTORS = tuple(2.0**power for power in range(-4, 6))
 AUTO = {"comm_buffer_size_MB": "auto", **BOTH}
@@ -105,6 +107,10 @@ def test_the_best_size_is_in_force_and_nothing_else_has_changed(
 
 def _size_mb(rig: Rig) -> float:
     return float(rig.optimizer.config.comm_buffer_size_MB)
+
+
+def _changed(rig: Rig, size_mb: float) -> ShardingConfig:
+    return dataclasses.replace(rig.optimizer.config, comm_buffer_size_MB=size_mb)
 
 
 def _with(size_mb: float) -> ShardingConfig:
@@ -256,29 +262,50 @@ def test_one_process_has_nothing_to_tune(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_buckets_do_not_change_while_whole_parameters_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hp_sharding.relayout import relayout
-
     rig = shard_task(TASKS["mlp"].make(), **AUTO, stage=3)
     foundation = rig.optimizer.tuning._foundation  # type: ignore[union-attr]
     other = ShardingConfig(stage=3, **BOTH, comm_buffer_size_MB=SMALL_MB)
     TASKS["mlp"].run(0, rig.model, rig.optimizer)
     with full_parameters(rig.model), pytest.raises(StateError, match="right after clear_grad"):
-        relayout(rig.optimizer, foundation, other)
+        relayout.relayout(rig.optimizer, foundation, other)
     TASKS["mlp"].loss(rig.model, 1).backward()
     with pytest.raises(StateError, match="right after clear_grad"):
-        relayout(rig.optimizer, foundation, other)
+        relayout.relayout(rig.optimizer, foundation, other)
     rig.optimizer.clear_grad()
     with rig.optimizer.no_sync(), pytest.raises(StateError, match="right after clear_grad"):
-        relayout(rig.optimizer, foundation, other)
-    relayout(rig.optimizer, foundation, other)
+        relayout.relayout(rig.optimizer, foundation, other)
+    relayout.relayout(rig.optimizer, foundation, other)
     away = next(buffer for buffer in rig.optimizer.buffers if buffer.status is Status.SHARDED)
     with pytest.raises(StateError, match="sharded"):
         away.params[0].numpy()
 
 
-def test_a_change_that_fails_half_way_says_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hp_sharding import relayout as module
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_graph_outlives_its_buckets(stage: int) -> None:
+    """A second backward through a graph that was made, and run, over buckets that are no more."""
+    losses, found = [], []
+    for moves in (False, True):
+        model = TASKS["odd"].make()
+        rig = shard_task(model, "Momentum", **AUTO, stage=stage)
+        rig.optimizer.tuning.is_over = True  # type: ignore[union-attr]
+        TASKS["odd"].run(0, model, rig.optimizer)
+        loss = TASKS["odd"].loss(model, 1)
+        loss.backward(retain_graph=True)
+        rig.optimizer.clear_grad()
+        if moves:
+            foundation = rig.optimizer.tuning._foundation  # type: ignore[union-attr]
+            relayout.relayout(rig.optimizer, foundation, _changed(rig, SMALL_MB / 2))
+        loss.backward()
+        rig.optimizer.step()
+        rig.optimizer.clear_grad()
+        losses.append(TASKS["odd"].run(2, model, rig.optimizer))
+        found.append(final_values(model))
+    assert losses[0] == losses[1]
+    for still, moved in zip(*found, strict=True):
+        np.testing.assert_array_equal(moved, still)
 
+
+def test_a_change_that_fails_half_way_says_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = shard_task(TASKS["mlp"].make(), **AUTO)
     foundation = rig.optimizer.tuning._foundation  # type: ignore[union-attr]
     TASKS["mlp"].run(0, rig.model, rig.optimizer)
@@ -286,9 +313,9 @@ def test_a_change_that_fails_half_way_says_what_is_lost(monkeypatch: pytest.Monk
     def fail(*_: Any, **__: Any) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(module, "_fill_buckets", fail)
+    monkeypatch.setattr(relayout, "_fill_buckets", fail)
     with pytest.raises(StateError, match=r"MemoryError: no room.*Start again from a checkpoint"):
-        module.relayout(rig.optimizer, foundation, ShardingConfig(**BOTH, comm_buffer_size_MB=SMALL_MB))
+        relayout.relayout(rig.optimizer, foundation, ShardingConfig(**BOTH, comm_buffer_size_MB=SMALL_MB))
 
 
 def test_contradictions_come_before_anything_is_wrapped() -> None:
