@@ -77,15 +77,15 @@ def relayout(optimizer: ShardedOptimizer, foundation: Foundation, config: Shardi
 
 def _as_trained(foundation: Foundation, optimizer: ShardedOptimizer) -> Foundation:
     """What was frozen when the model was wrapped and has thawed since trains, and has masters where that needs them."""
-    thawed = {
+    trained = {
         id(param): buffer.layout.dtypes
         for buffer in optimizer.buffers
-        if buffer.layout.frozen and optimizer._updates.trains(buffer.layout.number)
+        if optimizer._updates.trains(buffer.layout.number)
         for param in buffer.params
     }
     members = [
-        member._replace(spec=member.spec._replace(frozen=False, dtypes=thawed[id(member.param)]))
-        if id(member.param) in thawed
+        member._replace(spec=member.spec._replace(frozen=False, dtypes=trained[id(member.param)]))
+        if member.spec.frozen and id(member.param) in trained
         else member
         for member in foundation.members
     ]

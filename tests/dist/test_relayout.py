@@ -26,12 +26,14 @@ class Case(NamedTuple):
         nranks: of the training.
         settings: for ``Run``.
         tolerance: of the end of the training against one whose buckets stay; 0 is bitwise.
+        thaws: what was frozen when wrapped trains from the second step on.
     """
 
     kind: str
     nranks: int
     settings: Settings
     tolerance: float = 0.0
+    thaws: bool = False
 
 
 FREED: Settings = {"stage": 2, **BOTH, "reshard_after_step": True}
@@ -58,6 +60,8 @@ CASES = {
     "float64 model": Case("odd, float64", 2, {"stage": 3, **BOTH}, NORM_ORDER),
     "tied, clipped": Case("gpt", 2, {"stage": 2, **BOTH}, NORM_ORDER),
     "running statistics": Case("conv", 2, {"stage": 2, **BOTH}),
+    "thawed": Case("odd, momentum", 2, {"stage": 2, **BOTH}, thaws=True),
+    "thawed, bfloat16 model": Case("odd, bfloat16", 2, {"stage": 3, **BOTH}, NORM_ORDER, thaws=True),
     "scaler": Case("mlp, scaler", 2, {"stage": 2, **BOTH}),
     **{name: Case(f"odd, {name}", 2, {"stage": 2, **BOTH}) for name in ("Adam", "ASGD", "RMSProp", "Rprop")},
 }
@@ -66,11 +70,14 @@ CASES = {
 def _train(rank: int, nranks: int, case: Case) -> Any:
     settings = {**case.settings, "comm_buffer_size_MB": SMALL_MB}
     still = Run(case.kind, rank, nranks, settings)
-    losses = still.train(range(STEPS))
+    losses = still.train(range(1))
+    _thaw(still, case)
+    losses += still.train(range(1, STEPS))
 
     moving = Run(case.kind, rank, nranks, {**case.settings, "comm_buffer_size_MB": "auto"})
     tuning = moving.optimizer.tuning
     found, shares = moving.train(range(1)), []
+    _thaw(moving, case)
     for step, size_mb in enumerate(SIZES_MB, start=1):
         before = moving.parts()
         config = dataclasses.replace(moving.optimizer.config, comm_buffer_size_MB=size_mb)
@@ -78,6 +85,11 @@ def _train(rank: int, nranks: int, case: Case) -> Any:
         shares.append((before, moving.parts()))
         found += moving.train(range(step, step + 1))
     return losses, found, shares, still.values(), moving.values()
+
+
+def _thaw(run: Run, case: Case) -> None:
+    for param in run.model.frozen.parameters() if case.thaws else ():
+        param.stop_gradient = False
 
 
 @pytest.mark.parametrize("name", CASES)

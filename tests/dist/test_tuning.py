@@ -158,7 +158,9 @@ def _load_tuned(
 ) -> tuple[list[float], float, bool]:
     with _quickly():
         run = Run("odd, momentum", rank, nranks, settings, seed=7)
-        run.train(range(2))  # so that it is due when the load clears gradients
+        run.train(range(2))
+        run.kind.loss(run.model, 2, rank, nranks).backward()
+        run.optimizer.step()  # so that a change is due when the load clears gradients
         hp_sharding.load(folder, run.model, run.optimizer)
         tuning = run.optimizer.tuning
         is_over, size_mb = tuning is not None and tuning.is_over, float(run.optimizer.config.comm_buffer_size_MB)
