@@ -11,9 +11,9 @@ import paddle
 from paddle.base import core
 from paddle.base.framework import EagerParamBase
 
-from .comm import add_into, cast_into
-from .config import SHORT_DTYPES
+from .comm import cast_into
 from .errors import LayoutError, StateError
+from .gradient_storage import GradientStorage
 from .precision import dtype_name, keep_changes
 from .views import dense, point_at, release, slice_of, slot_views
 
@@ -411,77 +411,3 @@ class FusedCommBuffer:
                 f"bucket '{self.name}': {call} needs the state {status.name}, but it is {self.status.name}. This is "
                 "a wrong order of calls on a FusedCommBuffer; let the optimizer drive it"
             )
-
-
-class GradientStorage:
-    """The full gradient of one bucket: a flat tensor that exists from its first gradient until it has been reduced.
-
-    It is of ``layout.dtypes.gradient``, which may be wider than what autograd gives.
-
-    The padding holds zero whenever the storage is allocated, so that sums over the whole flat tensor are sums over the
-    gradients.
-
-    Attributes:
-        full: the flat gradient, or None.
-        filled: for each parameter, whether it holds a gradient.
-    """
-
-    def __init__(self, layout: BucketLayout, params: Sequence[EagerParamBase], pool: StoragePool) -> None:
-        self.full: paddle.Tensor | None = None
-        self.filled = [False] * len(params)
-        self._layout = layout
-        self._pool = pool
-        self._dtype = layout.dtypes.gradient
-        self._is_wide = self._dtype not in SHORT_DTYPES
-        self._gaps = layout.gaps()
-        # One view object a parameter, of the parameter's shape, pointed at whatever storage is current.
-        self._views = [paddle.empty([0], self._dtype) for _ in params]
-        self._shapes = [list(param.shape) for param in params]
-
-    def alloc(self) -> None:
-        """Takes storage; its parameters' content is undefined until ``put``, its padding zero."""
-        assert self.full is None
-        self.full = self._pool.alloc(self._layout.numel, self._dtype)
-        self._pool.zero(self.full, self._gaps)
-        point_at(slot_views(self.full, self._layout.slots, self._shapes), self._views)
-
-    def put(self, index: int, gradient: paddle.Tensor) -> None:
-        """Copies parameter ``index``'s gradient in, or adds it to what is there. ``gradient`` is only read."""
-        # Where gradients are differentiated in their turn, autograd must not record this.
-        gradient = gradient.detach()
-        if not gradient.is_contiguous():
-            gradient = gradient.contiguous()
-        plain = self._is_wide and gradient.dtype == self._views[index].dtype
-        if self.filled[index]:
-            self._views[index].add_(gradient) if plain else add_into(self._views[index], gradient)
-        else:
-            self._views[index].copy_(gradient, False) if plain else cast_into(self._views[index], gradient)
-            self.filled[index] = True
-
-    def view(self, index: int) -> paddle.Tensor:
-        """A new tensor object over parameter ``index``'s gradient, of its shape."""
-        assert self.full is not None
-        view = paddle.empty([0], self.full.dtype)
-        point_at(slot_views(self.full, [self._layout.slots[index]], [self._shapes[index]]), [view])
-        return view
-
-    def holds(self, index: int, tensor: paddle.Tensor) -> bool:
-        """Whether ``tensor`` already is parameter ``index``'s place in this storage."""
-        return self.full is not None and tensor.data_ptr() == self._views[index].data_ptr()
-
-    def fill_missing(self) -> None:
-        """Zeros for every parameter that has no gradient."""
-        for index, filled in enumerate(self.filled):
-            if not filled:
-                self._views[index].zero_()
-
-    def reset(self) -> None:
-        """Forgets all gradients and keeps the storage."""
-        self.filled = [False] * len(self.filled)
-
-    def free(self) -> None:
-        """Lets go of the storage and of all gradients; a collective that reads it keeps it alive until it is done."""
-        self.full = None
-        for view in self._views:
-            release(view)
-        self.reset()

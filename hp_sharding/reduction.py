@@ -15,10 +15,11 @@ import paddle
 from paddle.base.framework import EagerParamBase
 
 from .arena import GradientArena
-from .buffer import FusedCommBuffer, GradientStorage
+from .buffer import FusedCommBuffer
 from .comm import Communicator, Work
 from .errors import StateError
 from .facts import Agreement, Facts
+from .gradient_storage import GradientStorage
 from .replication import Replicator
 from .running import RunningState
 from .sent import SentGradients

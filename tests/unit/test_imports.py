@@ -22,6 +22,7 @@ ORDER = [
     "views",
     "units",
     "precision",
+    "gradient_storage",
     "buffer",
     "arena",
     "guard",
