@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import paddle
 from paddle.base.framework import EagerParamBase
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from .pool import StoragePool
 
 
+class Used(NamedTuple):
+    """A flat tensor of ``numel`` elements of ``dtype`` that held a gradient, and that nobody reads any more."""
+
+    tensor: paddle.Tensor
+    numel: int
+    dtype: str
+
+
 class GradientStorage:
     """The full gradient of one bucket: a flat tensor that exists from its first gradient until it has been reduced.
 
@@ -30,28 +38,40 @@ class GradientStorage:
     Attributes:
         full: the flat gradient, or None.
         filled: for each parameter, whether it holds a gradient.
+        wire_dtype: what it is rounded to on its way; None for nothing else than it is of.
     """
 
     def __init__(self, layout: BucketLayout, params: Sequence[EagerParamBase], pool: StoragePool) -> None:
         self.full: paddle.Tensor | None = None
         self.filled = [False] * len(params)
-        self._layout = layout
+        dtypes = layout.dtypes
+        self.wire_dtype = None if dtypes.reduce == dtypes.gradient else dtypes.reduce
+        self._numel = layout.numel
+        self._slots = layout.slots
+        self._shapes = [list(param.shape) for param in params]
         self._pool = pool
-        self._name = layout.dtypes.gradient
+        self._name = dtypes.gradient
         self._dtype = getattr(paddle, self._name)
         self._is_wide = self._name not in SHORT_DTYPES
-        self._gaps = layout.gaps()
-        self._shapes = [list(param.shape) for param in params]
         itemsize = ITEM_BYTES[self._name]
-        self._starts_bytes = [slot.offset_numel * itemsize for slot in layout.slots]
-        self._sizes_bytes = [slot.numel * itemsize for slot in layout.slots]
+        # By address and in bytes: each of Paddle's views costs as much as all the rest for a bucket.
+        self._places = [(slot.offset_numel * itemsize, slot.numel * itemsize) for slot in layout.slots]
+        self._gaps = layout.gaps()
         self._address = 0
         self._views: dict[int, paddle.Tensor] = {}
 
-    def alloc(self) -> None:
-        """Takes storage; its parameters' content is undefined until ``put``, its padding zero."""
+    def alloc(self, used: Used | None = None) -> None:
+        """Takes storage; its parameters' content is undefined until ``put``, its padding zero.
+
+        Args:
+            used: is taken where it fits.
+        """
         assert self.full is None
-        self.full = self._pool.alloc(self._layout.numel, self._name)
+        if used is not None and used.numel == self._numel and used.dtype == self._name:
+            self.full = used.tensor
+            self._pool.spoil(self.full)
+        else:
+            self.full = self._pool.alloc(self._numel, self._name)
         self._address = self.full.data_ptr()
         if self._gaps:
             self._pool.zero(self.full, self._gaps)
@@ -62,8 +82,8 @@ class GradientStorage:
         adds = self.filled[index]
         self.filled[index] = True
         if plain and not adds and self._pool.on_host and gradient.is_contiguous():
-            # A view of the place and Paddle's copy into it cost ten times as much, however little there is to copy.
-            ctypes.memmove(self._address + self._starts_bytes[index], gradient.data_ptr(), self._sizes_bytes[index])
+            start_bytes, nbytes = self._places[index]
+            ctypes.memmove(self._address + start_bytes, gradient.data_ptr(), nbytes)
             return
         # Where gradients are differentiated in their turn, autograd must not record this.
         gradient = gradient.detach()
@@ -79,19 +99,19 @@ class GradientStorage:
         """A new tensor object over parameter ``index``'s gradient, of its shape."""
         assert self.full is not None
         view = paddle.empty([0], self._name)
-        point_at(slot_views(self.full, [self._layout.slots[index]], [self._shapes[index]]), [view])
+        point_at(slot_views(self.full, [self._slots[index]], [self._shapes[index]]), [view])
         return view
 
     def holds(self, index: int, tensor: paddle.Tensor) -> bool:
         """Whether ``tensor`` already is parameter ``index``'s place in this storage."""
-        return self.full is not None and tensor.data_ptr() == self._address + self._starts_bytes[index]
+        return self.full is not None and tensor.data_ptr() == self._address + self._places[index][0]
 
     def fill_missing(self) -> None:
         """Zeros for every parameter that has no gradient."""
         if all(self.filled):
             return
         assert self.full is not None
-        slots = [slot for slot, filled in zip(self._layout.slots, self.filled, strict=True) if not filled]
+        slots = [slot for slot, filled in zip(self._slots, self.filled, strict=True) if not filled]
         self._pool.zero(self.full, [(slot.offset_numel, slot.end_numel) for slot in slots])
 
     def reset(self) -> None:
@@ -103,6 +123,16 @@ class GradientStorage:
         self.full = None
         self._views.clear()
         self.reset()
+
+    def hand_over(self) -> Used | None:
+        """As ``free``, while a collective reads the storage. Returns what is there for others once that is done.
+
+        None on a device, which has an allocator that is asked for memory at little cost.
+        """
+        assert self.full is not None
+        used = Used(self.full, self._numel, self._name) if self._pool.on_host else None
+        self.free()
+        return used
 
     def _place(self, index: int) -> paddle.Tensor:
         if index not in self._views:

@@ -113,6 +113,12 @@ class StoragePool:
         # All ones is NaN in every floating-point type.
         return np.from_dlpack(paddle.full([numel * itemsize], 0xFF, "uint8"))
 
+    def spoil(self, tensor: paddle.Tensor) -> None:
+        """Says that nobody may read what is in a tensor that ``alloc`` gave."""
+        if self._poison is not None:
+            memory = (ctypes.c_char * (tensor.size * tensor.element_size())).from_address(tensor.data_ptr())
+            self._poison(np.frombuffer(memory, np.uint8))
+
     def trim(self) -> None:
         """Gives the blocks that nobody uses back to the system."""
         self._collect()

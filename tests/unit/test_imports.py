@@ -36,6 +36,7 @@ ORDER = [
     "facts",
     "replication",
     "sent",
+    "in_flight",
     "reduction",
     "schedule",
     "numerics",
