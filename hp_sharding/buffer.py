@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -200,11 +201,14 @@ class FusedCommBuffer:
         if self._shares:
             return
         assert self._full is not None
-        own = self._own_slice(self._full)
-        if self.layout.dtypes.shard_is_slice:
-            self.shard.copy_(own, False)
+        layout = self.layout
+        if not layout.dtypes.shard_is_slice:
+            keep_changes(self.shard, self._own_slice(self._full), layout.dtypes.gather)
+        elif self.place.pool.on_host:
+            start_bytes = self.place.rank * layout.shard_nbytes
+            ctypes.memmove(self.shard.data_ptr(), self._full.data_ptr() + start_bytes, layout.shard_nbytes)
         else:
-            keep_changes(self.shard, own, self.layout.dtypes.gather)
+            self.shard.copy_(self._own_slice(self._full), False)
 
     def takes_as_master(self, index: int, value: Any) -> bool:
         """Whether ``value`` is a tensor or array like parameter ``index``, but of the dtype of its master."""
@@ -256,7 +260,7 @@ class FusedCommBuffer:
         if self.status is not Status.READY or self._full is None:
             return
         for param, address in zip(self.params, self._addresses, strict=True):
-            if param.data_ptr() != address or param.dtype != self._param_dtype:
+            if param.data_ptr() != address or param.dtype is not self._param_dtype:
                 raise LayoutError(
                     f"parameter '{param.name}' of bucket '{self.name}' no longer shares the bucket's storage: it was "
                     f"cast, moved or replaced after wrapping (expected {self.layout.dtype}, found "
@@ -277,14 +281,14 @@ class FusedCommBuffer:
         if self._shares:
             return
         for index, (param, address) in enumerate(zip(self.params, self._addresses, strict=True)):
-            if takes_back and (param.data_ptr() != address or param.dtype != self._param_dtype):
+            if takes_back and (param.data_ptr() != address or param.dtype is not self._param_dtype):
                 self._take_back(index)
         self.store_full()
 
     def _take_back(self, index: int) -> None:
         """Copies the value of a parameter that has storage of its own into its place, and gives it that place again."""
         param, slot = self.params[index], self.layout.slots[index]
-        if param.dtype != self._param_dtype or param.size != slot.numel:
+        if param.dtype is not self._param_dtype or param.size != slot.numel:
             self.check_params()
         assert self._full is not None
         here = self._full._slice(slot.offset_numel, slot.end_numel)
@@ -320,7 +324,7 @@ class FusedCommBuffer:
         absent = self._absent.get(index)
         if absent is None:
             return True
-        if absent.size > 1:
+        if self.layout.slots[index].numel > 1:
             return not param._is_shared_buffer_with(absent)
         if param.place.is_cpu_place():
             written = bool(paddle.isfinite(EagerParamBase.detach(param)))
@@ -375,7 +379,7 @@ class FusedCommBuffer:
     def _take_dtype(self) -> None:
         """Parameters that have never been gathered say what they will be."""
         for param, shape in zip(self.params, self._shapes, strict=True):
-            if param.dtype != self._param_dtype:
+            if param.dtype is not self._param_dtype:
                 typed = paddle.empty([0], self.layout.dtype)  # held: what lies below it goes with it
                 dense(typed)._set_dims(shape)
                 point_at([dense(typed)], [param])
