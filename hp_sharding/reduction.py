@@ -334,7 +334,7 @@ class Reducer:
     def _begin_round(self) -> None:
         self._reset_backward()
         for index, buffer in enumerate(self._buffers):
-            self._expected[index] = sum(not param.stop_gradient for param in buffer.params)
+            self._expected[index] = [param.stop_gradient for param in buffer.params].count(False)
 
     def _replicate_rest(self, replicator: Replicator) -> None:
         """Launches the all-reduces of partial sums for which none has been launched."""

@@ -189,6 +189,8 @@ class _Copy:
         adds: whether it is added to what the output holds.
     """
 
+    __slots__ = ("_input", "_output", "adds", "numel", "types")
+
     def __init__(self, output: paddle.Tensor, input: paddle.Tensor, types: Carried, adds: bool = False) -> None:
         self.numel = output.shape[0]
         self.types = types
