@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,9 +12,9 @@ import paddle
 from paddle.base import core
 from paddle.base.framework import EagerParamBase
 
-from .comm import add_into, cast_into
-from .config import SHORT_DTYPES
+from .comm import cast_into
 from .errors import LayoutError, StateError
+from .gradient_storage import GradientStorage
 from .precision import dtype_name, keep_changes
 from .views import dense, point_at, release, slice_of, slot_views
 
@@ -225,11 +226,14 @@ class FusedCommBuffer:
         if self._shares:
             return
         assert self._full is not None
-        own = self._own_slice(self._full)
-        if self.layout.dtypes.shard_is_slice:
-            self.shard.copy_(own, False)
+        layout = self.layout
+        if not layout.dtypes.shard_is_slice:
+            keep_changes(self.shard, self._own_slice(self._full), layout.dtypes.gather)
+        elif self.place.pool.on_host:
+            start_bytes = self.place.rank * layout.shard_nbytes
+            ctypes.memmove(self.shard.data_ptr(), self._full.data_ptr() + start_bytes, layout.shard_nbytes)
         else:
-            keep_changes(self.shard, own, self.layout.dtypes.gather)
+            self.shard.copy_(self._own_slice(self._full), False)
 
     def takes_as_master(self, index: int, value: Any) -> bool:
         """Whether ``value`` is a tensor or array like parameter ``index``, but of the dtype of its master."""
@@ -281,7 +285,7 @@ class FusedCommBuffer:
         if self.status is not Status.READY or self._full is None:
             return
         for param, address in zip(self.params, self._addresses, strict=True):
-            if param.data_ptr() != address or param.dtype != self._param_dtype:
+            if param.data_ptr() != address or param.dtype is not self._param_dtype:
                 raise LayoutError(
                     f"parameter '{param.name}' of bucket '{self.name}' no longer shares the bucket's storage: it was "
                     f"cast, moved or replaced after wrapping (expected {self.layout.dtype}, found "
@@ -302,14 +306,14 @@ class FusedCommBuffer:
         if self._shares:
             return
         for index, (param, address) in enumerate(zip(self.params, self._addresses, strict=True)):
-            if takes_back and (param.data_ptr() != address or param.dtype != self._param_dtype):
+            if takes_back and (param.data_ptr() != address or param.dtype is not self._param_dtype):
                 self._take_back(index)
         self.store_full()
 
     def _take_back(self, index: int) -> None:
         """Copies the value of a parameter that has storage of its own into its place, and gives it that place again."""
         param, slot = self.params[index], self.layout.slots[index]
-        if param.dtype != self._param_dtype or param.size != slot.numel:
+        if param.dtype is not self._param_dtype or param.size != slot.numel:
             self.check_params()
         assert self._full is not None
         here = self._full._slice(slot.offset_numel, slot.end_numel)
@@ -345,7 +349,7 @@ class FusedCommBuffer:
         absent = self._absent.get(index)
         if absent is None:
             return True
-        if absent.size > 1:
+        if self.layout.slots[index].numel > 1:
             return not param._is_shared_buffer_with(absent)
         if param.place.is_cpu_place():
             written = bool(paddle.isfinite(EagerParamBase.detach(param)))
@@ -401,7 +405,7 @@ class FusedCommBuffer:
     def _take_dtype(self) -> None:
         """Parameters that have never been gathered say what they will be."""
         for param, shape in zip(self.params, self._shapes, strict=True):
-            if param.dtype != self._param_dtype:
+            if param.dtype is not self._param_dtype:
                 typed = paddle.empty([0], self.layout.dtype)  # held: what lies below it goes with it
                 dense(typed)._set_dims(shape)
                 point_at([dense(typed)], [param])
@@ -437,77 +441,3 @@ class FusedCommBuffer:
                 f"bucket '{self.name}': {call} needs the state {status.name}, but it is {self.status.name}. This is "
                 "a wrong order of calls on a FusedCommBuffer; let the optimizer drive it"
             )
-
-
-class GradientStorage:
-    """The full gradient of one bucket: a flat tensor that exists from its first gradient until it has been reduced.
-
-    It is of ``layout.dtypes.gradient``, which may be wider than what autograd gives.
-
-    The padding holds zero whenever the storage is allocated, so that sums over the whole flat tensor are sums over the
-    gradients.
-
-    Attributes:
-        full: the flat gradient, or None.
-        filled: for each parameter, whether it holds a gradient.
-    """
-
-    def __init__(self, layout: BucketLayout, params: Sequence[EagerParamBase], pool: StoragePool) -> None:
-        self.full: paddle.Tensor | None = None
-        self.filled = [False] * len(params)
-        self._layout = layout
-        self._pool = pool
-        self._dtype = layout.dtypes.gradient
-        self._is_wide = self._dtype not in SHORT_DTYPES
-        self._gaps = layout.gaps()
-        # One view object a parameter, of the parameter's shape, pointed at whatever storage is current.
-        self._views = [paddle.empty([0], self._dtype) for _ in params]
-        self._shapes = [list(param.shape) for param in params]
-
-    def alloc(self) -> None:
-        """Takes storage; its parameters' content is undefined until ``put``, its padding zero."""
-        assert self.full is None
-        self.full = self._pool.alloc(self._layout.numel, self._dtype)
-        self._pool.zero(self.full, self._gaps)
-        point_at(slot_views(self.full, self._layout.slots, self._shapes), self._views)
-
-    def put(self, index: int, gradient: paddle.Tensor) -> None:
-        """Copies parameter ``index``'s gradient in, or adds it to what is there. ``gradient`` is only read."""
-        # Where gradients are differentiated in their turn, autograd must not record this.
-        gradient = gradient.detach()
-        if not gradient.is_contiguous():
-            gradient = gradient.contiguous()
-        plain = self._is_wide and gradient.dtype == self._views[index].dtype
-        if self.filled[index]:
-            self._views[index].add_(gradient) if plain else add_into(self._views[index], gradient)
-        else:
-            self._views[index].copy_(gradient, False) if plain else cast_into(self._views[index], gradient)
-            self.filled[index] = True
-
-    def view(self, index: int) -> paddle.Tensor:
-        """A new tensor object over parameter ``index``'s gradient, of its shape."""
-        assert self.full is not None
-        view = paddle.empty([0], self.full.dtype)
-        point_at(slot_views(self.full, [self._layout.slots[index]], [self._shapes[index]]), [view])
-        return view
-
-    def holds(self, index: int, tensor: paddle.Tensor) -> bool:
-        """Whether ``tensor`` already is parameter ``index``'s place in this storage."""
-        return self.full is not None and tensor.data_ptr() == self._views[index].data_ptr()
-
-    def fill_missing(self) -> None:
-        """Zeros for every parameter that has no gradient."""
-        for index, filled in enumerate(self.filled):
-            if not filled:
-                self._views[index].zero_()
-
-    def reset(self) -> None:
-        """Forgets all gradients and keeps the storage."""
-        self.filled = [False] * len(self.filled)
-
-    def free(self) -> None:
-        """Lets go of the storage and of all gradients; a collective that reads it keeps it alive until it is done."""
-        self.full = None
-        for view in self._views:
-            release(view)
-        self.reset()

@@ -179,8 +179,11 @@ class QueuedGathers(Gathers):
         buffer = self.buffers[bucket]
         if buffer.status is Status.READY:
             buffer.mark_stale()
-        self.queue([bucket])
-        self.start_all()
+        if self._queue:
+            self.queue([bucket])
+            self.start_all()
+        elif buffer.status is Status.SHARDED:
+            self._start(buffer)
 
     def end_step(self) -> None:
         """Part of ``Gathers``."""

@@ -211,8 +211,11 @@ class InnerUpdates:
 
     def is_due(self, bucket: int, used: Sequence[Sequence[bool]]) -> bool:
         """Whether any rank updates a parameter of the bucket: the same answer on every rank."""
-        params = self._buffers[bucket].params
-        due = any(flag and not param.stop_gradient for flag, param in zip(used[bucket], params, strict=True))
+        due = False
+        for flag, param in zip(used[bucket], self._buffers[bucket].params, strict=True):
+            if flag and not param.stop_gradient:
+                due = True
+                break
         if due and bucket not in self._parts:
             self._buffers[bucket].thaw()
             self._add_parts([bucket])  # frozen when wrapped, and thawed since
