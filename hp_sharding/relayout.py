@@ -1,6 +1,6 @@
 """Other buckets for a model that is being trained: the same parameters, moments and all that was learned, bit for bit.
 
-Everything is moved one old bucket at a time, so that beside the state itself there is about one bucket more. Where a
+Everything is moved one old bucket at a time, so that beside the state itself there are a few buckets more. Where a
 rank's new parts lay on other ranks they are gathered: moments always, values where shards have storage of their own.
 Hooks and guards stay where they are; the schedule, which they look at, gets the new buckets.
 """

@@ -48,7 +48,6 @@ CASES = {
     "stage 3": Case("odd, dropout", 2, {"stage": 3, **BOTH}),
     "stage 3, kept": Case("odd, momentum", 2, {"stage": 3, **BOTH, "reshard_after_forward": False}),
     "reshard": Case("odd, dropout", 2, FREED),
-    "three ranks": Case("odd, momentum", 3, {"stage": 2, **BOTH}, SUM_ORDER),
     "four ranks, stage 3": Case("odd, sgd", 4, {"stage": 3, **BOTH}, SUM_ORDER),
     "two by two": Case("odd, dropout", 4, {"n_replicas": 2, "stage": 2, **BOTH}),
     "two by two, stage 3": Case("odd, momentum", 4, {"n_replicas": 2, "stage": 3, **BOTH}),

@@ -186,7 +186,7 @@ MATRIX_MB = WIDTH * WIDTH * 4 / 2**20
 
 def _peak_of_a_change(rank: int, nranks: int, settings: dict[str, Any]) -> list[tuple[float, float, float]]:
     """MB before, at most during, and after each of several changes."""
-    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias_attr=False) for _ in range(12)])
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias_attr=False) for _ in range(24)])
     inner = paddle.optimizer.AdamW(parameters=model.parameters())
     settings = {**AUTO, **settings}
     model, optimizer, _ = wrap(model, inner, nranks, delay_s=0.0, poison=False, **settings)
@@ -209,10 +209,11 @@ def _peak_of_a_change(rank: int, nranks: int, settings: dict[str, Any]) -> list[
 
 
 @pytest.mark.parametrize("settings", [{"stage": 1}, {"stage": 2}, {"stage": 3}], ids=str)
-def test_a_change_takes_little_more_than_a_bucket(settings: dict[str, Any]) -> None:
+def test_a_change_takes_a_few_buckets_more(settings: dict[str, Any]) -> None:
     for found in harness.run(_peak_of_a_change, 2, settings):
         for before, peak, after in found[1:]:
-            assert peak - before <= 2 * 3 * MATRIX_MB, found
+            # What is gathered, what was cut from it, and what a lane's thread has not let go of: of 72 MB in all.
+            assert peak - before <= 4 * 3 * MATRIX_MB, found
             assert after - before <= 3 * MATRIX_MB, found
 
 
