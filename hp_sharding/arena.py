@@ -119,6 +119,7 @@ class GradientArena:
     def release(self) -> None:
         """Lets go of all tensors. It is of no more use."""
         self._places = {place: _Tensors() for place in Place}
+        self._main = self._places[Place.MAIN]
 
     def slice(self, index: int) -> paddle.Tensor:
         """Bucket ``index``'s shard of the gradient: flat, ``shard_numel`` elements."""
