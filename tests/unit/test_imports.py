@@ -41,6 +41,7 @@ ORDER = [
     "schedule",
     "numerics",
     "nonfinite",
+    "fusing",
     "updates",
     "scaling",
     "gradients",
