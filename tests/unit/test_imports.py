@@ -42,6 +42,7 @@ ORDER = [
     "schedule",
     "numerics",
     "nonfinite",
+    "fusing",
     "updates",
     "assembly",
     "scaling",
