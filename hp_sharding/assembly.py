@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import paddle
@@ -20,6 +20,9 @@ from .updates import InnerUpdates
 CONTROL = ("control", "agree")
 """Over the ranks of a shard group, and over the replicas: what the hosts tell each other. On CPU the first is "gather",
 which is idle when there is something to tell."""
+
+LayOut = Callable[[Sequence[ParamSpec], Sequence[str], BucketRules], list[BucketLayout]]
+"""Makes buckets of parameters, given the units' names, as ``layout.plan_buckets`` does."""
 
 
 class Member(NamedTuple):
@@ -45,6 +48,7 @@ class Foundation(NamedTuple):
         unit_names: of all units.
         lanes: see ``sharding.build``.
         timeline: records what the parts do.
+        lay_out: makes the buckets.
     """
 
     inner: paddle.optimizer.Optimizer
@@ -52,6 +56,7 @@ class Foundation(NamedTuple):
     unit_names: list[str]
     lanes: Mapping[str, Communicator]
     timeline: Timeline
+    lay_out: LayOut = plan_buckets
 
     @property
     def n_replicas(self) -> int:
@@ -63,7 +68,7 @@ class Foundation(NamedTuple):
         """The buckets that ``config`` asks for."""
         nranks = self.lanes["gather"].nranks
         rules = BucketRules(nranks, config.comm_buffer_bytes, config.comm_fusion, merge_units=config.stage < 3)
-        return plan_buckets([member.spec for member in self.members], self.unit_names, rules)
+        return self.lay_out([member.spec for member in self.members], self.unit_names, rules)
 
     def params_of(self, layout: BucketLayout) -> list[EagerParamBase]:
         """The parameters of a bucket, in slot order."""

@@ -13,7 +13,7 @@ from paddle import nn
 from paddle.base.framework import EagerParamBase
 
 from . import guard, hooks
-from .assembly import CONTROL, Foundation, Member, assemble
+from .assembly import CONTROL, Foundation, LayOut, Member, assemble
 from .broadcast import broadcast_state, check_state_exists
 from .buffer import BufferPlace, FusedCommBuffer, Status
 from .comm import (
@@ -26,7 +26,7 @@ from .comm import (
 )  # fmt: skip
 from .config import ShardingConfig
 from .errors import ConfigError
-from .layout import ITEM_BYTES, BucketLayout, ParamSpec
+from .layout import ITEM_BYTES, BucketLayout, ParamSpec, plan_buckets
 from .optimizer import ShardedOptimizer
 from .plain import PlainOptimizer
 from .pool import DTYPES, DevicePool, StoragePool
@@ -250,6 +250,7 @@ def build(
     *,
     lanes: dict[str, Communicator],
     pool: StoragePool | None = None,
+    lay_out: LayOut = plan_buckets,
 ) -> ShardedOptimizer:
     """``shard`` over communicators that exist, also over a group of one: checks and broadcasts nothing.
 
@@ -260,6 +261,7 @@ def build(
         lanes: a Communicator for each name in ``LANES``, in ``REPLICA_LANES`` where there are replicas, and in
             ``CONTROL`` where the host needs its own; one more compares what the ranks launch on these.
         pool: where freed storage goes; None for a pool of its own.
+        lay_out: makes the buckets; a plan has others than real training.
     """
     config = with_master_grad(model, config)
     plan = find_units(model, config.units)
@@ -277,7 +279,7 @@ def build(
         for entry in entries
     ]
     timeline = Timeline(config.timeline, on_device=current_device().has_streams)
-    foundation = Foundation(optimizer, members, [unit.name for unit in plan.units], lanes, timeline)
+    foundation = Foundation(optimizer, members, [unit.name for unit in plan.units], lanes, timeline, lay_out)
     begun = begin(foundation, config) if config.tunes else config
     layouts = foundation.plan(begun)
     pool = pool or (DevicePool() if current_device().has_streams else StoragePool())

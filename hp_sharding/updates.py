@@ -240,6 +240,7 @@ class InnerUpdates:
     def release(self) -> None:
         """Lets go of all slices and gradients. It is of no more use."""
         self._parts.clear()
+        self._fused.clear()
         self._clipper = None
 
     def moment_bytes(self) -> int:
