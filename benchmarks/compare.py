@@ -13,7 +13,7 @@ with four, two ranks share one. *Alone* is the same training with the same frame
 communication: what a step would take if the network were free.
 
 PyTorch runs in an environment of its own, which is made where it is missing (``benchmarks.peers.environment``). Where
-not all processes fit into memory at once, the peers take part in several sets, with hp_sharding in each of them.
+not all processes fit into memory at once, each framework's peers have a set of their own, with hp_sharding in each.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ RATES_MBIT = (10000, 1000, 500)
 """The fastest first: with it everybody gets warm."""
 HOSTS = (2, 4)
 _QUICK = {"layers": 2, "width": 128}
-_MEMORY_SHARE = 0.85
+_MEMORY_SHARE = 0.9
 """Of what is available now, that the waiting processes may fill."""
 
 
@@ -88,8 +88,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A training step of hp_sharding beside Paddle's and PyTorch's ways.")
     parser.add_argument("--cells", nargs="+", type=Cell.parse, metavar="RATE:HOSTS", help="Mbit/s and number of hosts")
     parser.add_argument("--contenders", nargs="+", choices=COMPARED, metavar="NAME", help=", ".join(COMPARED))
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=2, help="timed steps of each contender and cell in each round")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=int, help="timed steps of each turn; default: 2, with four hosts 1")
     parser.add_argument("--patience-s", type=float, default=60, help="for waiting while others are busy, for each set")
     parser.add_argument("--buffer-mb", type=float, default=BUFFER_MB, help="hp_sharding's comm_buffer_size_MB")
     parser.add_argument("--replicate-mb", type=float, default=BUFFER_MB / 2, help="its replicate_buffer_size_MB")
@@ -213,9 +213,14 @@ def _take_turns(
         names,
         links.seats(hosts, len(hosts)),
         command=lambda name: _rank_command(options, name, weights),
-        schedule=course.Schedule(options.rounds * len(rates_mbit), options.steps, options.patience_s),
+        schedule=course.Schedule(options.rounds * len(rates_mbit), _steps(options, len(hosts)), options.patience_s),
         before_round=lambda number: links.set_rate(hosts, rates_mbit[number % len(rates_mbit)]),
     )
+
+
+def _steps(options: argparse.Namespace, nhosts: int) -> int:
+    """Of each turn: over all ranks as many with many hosts as with few."""
+    return options.steps or max(1, 4 // nhosts)
 
 
 def _circumstances(
@@ -238,7 +243,7 @@ def _circumstances(
         "reached_mbit": reached,
         "quick": options.quick,
         "rounds": options.rounds,
-        "steps": options.steps,
+        "steps": _steps(options, nhosts),
         "buffer_mb": options.buffer_mb,
         "replicate_mb": options.replicate_mb,
     }

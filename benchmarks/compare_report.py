@@ -65,12 +65,13 @@ def cell(sets: list[Turns]) -> dict[str, Any]:
 
 
 def _row(name: str, sets: list[Turns]) -> dict[str, Any]:
-    """Of one contender in milliseconds; ``ratio`` to its framework's alone in the same sets."""
-    mine = [one for one in sets if name in one.turns]
+    """Of one contender in milliseconds; ``ratio`` to its framework's alone, in the sets in which both were."""
+    turns = [turn for one in sets for turn in one.turns.get(name, [])]
     alone = ALONE[COMPARED[name].framework]
-    turns = [turn for one in mine for turn in one.turns[name]]
-    beside = [turn for one in mine for turn in one.turns[alone]]
-    figures = report.row(turns, beside)
+    both = [one for one in sets if name in one.turns and alone in one.turns]
+    beside = [turn for one in both for turn in one.turns[alone]]
+    ratio = report.row([turn for one in both for turn in one.turns[name]], beside)
+    figures = {**report.row(turns, None), **{key: ratio[key] for key in ("ratio", "ratio_by_round")}}
     kept = ("step_ms", "min_ms", "max_ms", "quartiles_ms", "cpu_ms", "ratio", "ratio_by_round")
     resident_mb = statistics.median(rank.resident_mb for turn in turns for rank in turn)
     exposed = {key: figures["timeline"][key] for key in ("exposed_ms",) if key in figures["timeline"]}

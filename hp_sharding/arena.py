@@ -90,6 +90,7 @@ class GradientArena:
         self._divisor = divisor
         self._n_replicas = n_replicas
         self._places = {place: _Tensors() for place in Place}
+        self._main = self._places[Place.MAIN]
         self._holds = [False] * len(layouts)
         self._partial: list[Place | None] = [None] * len(layouts)
         self._averaged = [False] * len(layouts)
@@ -110,12 +111,28 @@ class GradientArena:
         """Bytes of the second tensors; 0 unless backwards add up over several replicas."""
         return sum(tensor.size * tensor.element_size() for tensor in self._places[Place.SPARE].all)
 
+    @property
+    def holds_any(self) -> bool:
+        """Whether some bucket has a sum, partial or total."""
+        return any(self._holds) or any(place is not None for place in self._partial)
+
+    def release(self) -> None:
+        """Lets go of all tensors. It is of no more use."""
+        self._places = {place: _Tensors() for place in Place}
+        self._main = self._places[Place.MAIN]
+
     def slice(self, index: int) -> paddle.Tensor:
         """Bucket ``index``'s shard of the gradient: flat, ``shard_numel`` elements."""
-        return self._slice(Place.MAIN, index)
+        found = self._main.slices.get(index)
+        return self._slice(Place.MAIN, index) if found is None else found
 
     def expect_sum(self, index: int) -> Target:
         """Readies a place for one more reduction of the bucket."""
+        if self._n_replicas == 1 and not self._holds[index]:
+            # Nearly all are of this kind.
+            self._holds[index] = self._dirty[index] = True
+            self._averaged[index] = False
+            return Target(self.slice(index), False)
         place = self._partial[index]
         adds = place is not None
         if place is None:
@@ -161,8 +178,9 @@ class GradientArena:
 
     def average(self, indices: Sequence[int]) -> None:
         """Divides the finished sums of these buckets by the divisor, each sum once however often it is called."""
-        due = [index for index in indices if self._holds[index] and not self._averaged[index]]
-        for index in due:
+        for index in indices:
+            if not self._holds[index] or self._averaged[index]:
+                continue
             self._averaged[index] = True
             if self._divisor != 1:
                 self.slice(index).scale_(1.0 / self._divisor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,9 +12,9 @@ import paddle
 from paddle.base import core
 from paddle.base.framework import EagerParamBase
 
-from .comm import add_into, cast_into
-from .config import SHORT_DTYPES
+from .comm import cast_into
 from .errors import LayoutError, StateError
+from .gradient_storage import GradientStorage
 from .precision import dtype_name, keep_changes
 from .views import dense, point_at, release, slice_of, slot_views
 
@@ -79,6 +80,10 @@ class BufferPlace(NamedTuple):
 class FusedCommBuffer:
     """One bucket: parameters as views of a flat full tensor, this rank's shard of it, and the full gradient.
 
+    Args:
+        shard: this rank's shard, where it has storage of its own and is known already; None takes the parameters'
+            values, which must then be there.
+
     Attributes:
         layout: the arithmetic of the bucket.
         params: its parameters, in slot order.
@@ -90,7 +95,14 @@ class FusedCommBuffer:
         gradient: its full gradient, while there is one.
     """
 
-    def __init__(self, layout: BucketLayout, params: Sequence[EagerParamBase], place: BufferPlace) -> None:
+    def __init__(
+        self,
+        layout: BucketLayout,
+        params: Sequence[EagerParamBase],
+        place: BufferPlace,
+        *,
+        shard: paddle.Tensor | None = None,
+    ) -> None:
         self.layout = layout
         self.params = list(params)
         self._shapes = [list(param.shape) for param in params]
@@ -107,7 +119,7 @@ class FusedCommBuffer:
         dtypes = layout.dtypes
         self._wire = None if dtypes.gather == dtypes.param else dtypes.gather
         self._shares = place.keeps_full and dtypes.shard_is_slice
-        self.shard = self._adopt()
+        self.shard = self._adopt(shard)
         self.slices = self._make_slices()
         self.gradient = GradientStorage(layout, self.params, place.pool)
 
@@ -115,6 +127,20 @@ class FusedCommBuffer:
     def name(self) -> str:
         """Name for people, as in errors and in the timeline."""
         return self.layout.name
+
+    @property
+    def owns_shard(self) -> bool:
+        """Whether the shard has storage of its own; else it is a slice of the full tensor."""
+        return not self._shares
+
+    def drop_shard(self) -> None:
+        """Lets go of the shard and the slices of it. The bucket is of no more use, but that ``full`` may be read."""
+        self.shard, self.slices = paddle.empty([0], self.layout.dtypes.shard), []
+
+    def dissolve(self) -> None:
+        """Lets go of all storage; its parameters belong to other buckets now."""
+        self.drop_shard()
+        self._full, self._slot_views = None, []
 
     @property
     def full(self) -> paddle.Tensor | None:
@@ -200,11 +226,14 @@ class FusedCommBuffer:
         if self._shares:
             return
         assert self._full is not None
-        own = self._own_slice(self._full)
-        if self.layout.dtypes.shard_is_slice:
-            self.shard.copy_(own, False)
+        layout = self.layout
+        if not layout.dtypes.shard_is_slice:
+            keep_changes(self.shard, self._own_slice(self._full), layout.dtypes.gather)
+        elif self.place.pool.on_host:
+            start_bytes = self.place.rank * layout.shard_nbytes
+            ctypes.memmove(self.shard.data_ptr(), self._full.data_ptr() + start_bytes, layout.shard_nbytes)
         else:
-            keep_changes(self.shard, own, self.layout.dtypes.gather)
+            self.shard.copy_(self._own_slice(self._full), False)
 
     def takes_as_master(self, index: int, value: Any) -> bool:
         """Whether ``value`` is a tensor or array like parameter ``index``, but of the dtype of its master."""
@@ -256,7 +285,7 @@ class FusedCommBuffer:
         if self.status is not Status.READY or self._full is None:
             return
         for param, address in zip(self.params, self._addresses, strict=True):
-            if param.data_ptr() != address or param.dtype != self._param_dtype:
+            if param.data_ptr() != address or param.dtype is not self._param_dtype:
                 raise LayoutError(
                     f"parameter '{param.name}' of bucket '{self.name}' no longer shares the bucket's storage: it was "
                     f"cast, moved or replaced after wrapping (expected {self.layout.dtype}, found "
@@ -277,14 +306,14 @@ class FusedCommBuffer:
         if self._shares:
             return
         for index, (param, address) in enumerate(zip(self.params, self._addresses, strict=True)):
-            if takes_back and (param.data_ptr() != address or param.dtype != self._param_dtype):
+            if takes_back and (param.data_ptr() != address or param.dtype is not self._param_dtype):
                 self._take_back(index)
         self.store_full()
 
     def _take_back(self, index: int) -> None:
         """Copies the value of a parameter that has storage of its own into its place, and gives it that place again."""
         param, slot = self.params[index], self.layout.slots[index]
-        if param.dtype != self._param_dtype or param.size != slot.numel:
+        if param.dtype is not self._param_dtype or param.size != slot.numel:
             self.check_params()
         assert self._full is not None
         here = self._full._slice(slot.offset_numel, slot.end_numel)
@@ -320,7 +349,7 @@ class FusedCommBuffer:
         absent = self._absent.get(index)
         if absent is None:
             return True
-        if absent.size > 1:
+        if self.layout.slots[index].numel > 1:
             return not param._is_shared_buffer_with(absent)
         if param.place.is_cpu_place():
             written = bool(paddle.isfinite(EagerParamBase.detach(param)))
@@ -330,14 +359,15 @@ class FusedCommBuffer:
             absent.set_value(paddle.full_like(absent, float("nan")))
         return written
 
-    def _adopt(self) -> paddle.Tensor:
+    def _adopt(self, shard: paddle.Tensor | None) -> paddle.Tensor:
         """Takes over the parameters' values; returns the shard."""
         if self.status is Status.SHARDED:
-            shard = self._adopt_shard()
+            shard = self._adopt_shard() if shard is None else shard
             self._take_dtype()
             self._release_params()
             return shard
-        shard = None if self._shares else self._adopt_shard()
+        if shard is None and not self._shares:
+            shard = self._adopt_shard()
         full = self._adopt_full()
         return self._own_slice(full) if shard is None else shard
 
@@ -375,7 +405,7 @@ class FusedCommBuffer:
     def _take_dtype(self) -> None:
         """Parameters that have never been gathered say what they will be."""
         for param, shape in zip(self.params, self._shapes, strict=True):
-            if param.dtype != self._param_dtype:
+            if param.dtype is not self._param_dtype:
                 typed = paddle.empty([0], self.layout.dtype)  # held: what lies below it goes with it
                 dense(typed)._set_dims(shape)
                 point_at([dense(typed)], [param])
@@ -411,77 +441,3 @@ class FusedCommBuffer:
                 f"bucket '{self.name}': {call} needs the state {status.name}, but it is {self.status.name}. This is "
                 "a wrong order of calls on a FusedCommBuffer; let the optimizer drive it"
             )
-
-
-class GradientStorage:
-    """The full gradient of one bucket: a flat tensor that exists from its first gradient until it has been reduced.
-
-    It is of ``layout.dtypes.gradient``, which may be wider than what autograd gives.
-
-    The padding holds zero whenever the storage is allocated, so that sums over the whole flat tensor are sums over the
-    gradients.
-
-    Attributes:
-        full: the flat gradient, or None.
-        filled: for each parameter, whether it holds a gradient.
-    """
-
-    def __init__(self, layout: BucketLayout, params: Sequence[EagerParamBase], pool: StoragePool) -> None:
-        self.full: paddle.Tensor | None = None
-        self.filled = [False] * len(params)
-        self._layout = layout
-        self._pool = pool
-        self._dtype = layout.dtypes.gradient
-        self._is_wide = self._dtype not in SHORT_DTYPES
-        self._gaps = layout.gaps()
-        # One view object a parameter, of the parameter's shape, pointed at whatever storage is current.
-        self._views = [paddle.empty([0], self._dtype) for _ in params]
-        self._shapes = [list(param.shape) for param in params]
-
-    def alloc(self) -> None:
-        """Takes storage; its parameters' content is undefined until ``put``, its padding zero."""
-        assert self.full is None
-        self.full = self._pool.alloc(self._layout.numel, self._dtype)
-        self._pool.zero(self.full, self._gaps)
-        point_at(slot_views(self.full, self._layout.slots, self._shapes), self._views)
-
-    def put(self, index: int, gradient: paddle.Tensor) -> None:
-        """Copies parameter ``index``'s gradient in, or adds it to what is there. ``gradient`` is only read."""
-        # Where gradients are differentiated in their turn, autograd must not record this.
-        gradient = gradient.detach()
-        if not gradient.is_contiguous():
-            gradient = gradient.contiguous()
-        plain = self._is_wide and gradient.dtype == self._views[index].dtype
-        if self.filled[index]:
-            self._views[index].add_(gradient) if plain else add_into(self._views[index], gradient)
-        else:
-            self._views[index].copy_(gradient, False) if plain else cast_into(self._views[index], gradient)
-            self.filled[index] = True
-
-    def view(self, index: int) -> paddle.Tensor:
-        """A new tensor object over parameter ``index``'s gradient, of its shape."""
-        assert self.full is not None
-        view = paddle.empty([0], self.full.dtype)
-        point_at(slot_views(self.full, [self._layout.slots[index]], [self._shapes[index]]), [view])
-        return view
-
-    def holds(self, index: int, tensor: paddle.Tensor) -> bool:
-        """Whether ``tensor`` already is parameter ``index``'s place in this storage."""
-        return self.full is not None and tensor.data_ptr() == self._views[index].data_ptr()
-
-    def fill_missing(self) -> None:
-        """Zeros for every parameter that has no gradient."""
-        for index, filled in enumerate(self.filled):
-            if not filled:
-                self._views[index].zero_()
-
-    def reset(self) -> None:
-        """Forgets all gradients and keeps the storage."""
-        self.filled = [False] * len(self.filled)
-
-    def free(self) -> None:
-        """Lets go of the storage and of all gradients; a collective that reads it keeps it alive until it is done."""
-        self.full = None
-        for view in self._views:
-            release(view)
-        self.reset()

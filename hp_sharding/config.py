@@ -31,6 +31,8 @@ _FLAGS = (
     "allgather_overlap", "reduce_overlap", "comm_fusion", "cast_forward_inputs", "main_grad", "broadcast_buffers",
     "timeline",
 )  # fmt: skip
+AUTO = "auto"
+START_MB = 25
 SHORT_DTYPES = ("bfloat16", "float16")
 """Those whose sums are formed in float32."""
 
@@ -57,12 +59,15 @@ class ShardingConfig:
         comm_fusion: one gather and one reduce-scatter per bucket; False: one per parameter, each a bucket of its own.
         comm_buffer_size_MB: bucket size in units of 1024 * 1024 bytes, fractions allowed. A larger unit is split into
             buckets of about this size, small units are merged up to it; buckets at both ends of the forward are
-            smaller.
+            smaller. ``"auto"`` begins with 25 and chooses by measurement in the first steps, see ``docs/tuning.md``.
         replicate_buffer_size_MB: adjacent reduced buckets that share one replicate all-reduce, in the same units. It
             has no effect while there is one replica.
         prefetch_depth: units gathered ahead of use where memory must be kept low, that is with ``allgather_overlap`` in
-            stage 3 or with ``reshard_after_step``; None = 1, 0 = none. Otherwise it has no effect: every gather is
-            queued at once (a warning says so), or happens at first use.
+            stage 3 or with ``reshard_after_step``; None = 1, 0 = none, ``"auto"`` = 1, 2 or 3 by measurement. Otherwise
+            it has no effect: every gather is queued at once (a warning says so), or happens at first use.
+        tuning_budget_MB: with ``"auto"``: what gradients in flight, and where parameters are freed the gathered ones,
+            may take on a rank, in units of 1024 * 1024 bytes by the formula of ``memory_report()``. None = what the
+            settings that tuning begins with take, and a tenth of the rank's model state more.
         reshard_after_step: free the gathered parameters at the end of ``step()``; None = only in stage 3, which does
             always. The gather then happens in the next forward: ahead of use with ``allgather_overlap``, at first use
             without.
@@ -102,9 +107,10 @@ class ShardingConfig:
     allgather_overlap: bool = False
     reduce_overlap: bool = False
     comm_fusion: bool = True
-    comm_buffer_size_MB: float = 25
+    comm_buffer_size_MB: float | Literal["auto"] = 25
     replicate_buffer_size_MB: float = 25
-    prefetch_depth: int | None = None
+    prefetch_depth: int | Literal["auto"] | None = None
+    tuning_budget_MB: float | None = None
     reshard_after_step: bool | None = None
     reshard_after_forward: bool | Mapping[str | type, bool] = True
     units: Literal["auto"] | tuple[type, ...] = "auto"
@@ -125,8 +131,10 @@ class ShardingConfig:
         if self.reshard_after_step is not None:
             self._keep("reshard_after_step", _as_bool("reshard_after_step", self.reshard_after_step, "or None"))
         self._keep("reshard_after_forward", _as_choice_by_unit("reshard_after_forward", self.reshard_after_forward))
-        for key in ("comm_buffer_size_MB", "replicate_buffer_size_MB"):
-            self._keep(key, _as_size_mb(key, getattr(self, key)))
+        self._keep("comm_buffer_size_MB", _as_size_or_auto("comm_buffer_size_MB", self.comm_buffer_size_MB))
+        self._keep("replicate_buffer_size_MB", _as_size_mb("replicate_buffer_size_MB", self.replicate_buffer_size_MB))
+        if self.tuning_budget_MB is not None:
+            self._keep("tuning_budget_MB", _as_size_mb("tuning_budget_MB", self.tuning_budget_MB))
         self._keep("stage", _as_stage(self.stage))
         self._keep("prefetch_depth", _as_prefetch_depth(self.prefetch_depth))
         self._keep("units", _as_units(self.units))
@@ -137,6 +145,7 @@ class ShardingConfig:
         self._keep("check_nan_inf", _as_choice("check_nan_inf", self.check_nan_inf, ("off", "warn", "raise")))
         self._check_reshards()
         self._check_gather_dtype()
+        self._check_auto()
         if self.prefetch_depth is not None and not self.reshards_after_step:
             _warn_prefetch_depth_unused()
 
@@ -162,6 +171,18 @@ class ShardingConfig:
                 "16 bits need no more and no other bits; leave gather_dtype out"
             )
 
+    def _check_auto(self) -> None:
+        if self.comm_buffer_size_MB == AUTO and not self.comm_fusion:
+            raise ConfigError(
+                "comm_buffer_size_MB='auto' contradicts comm_fusion=False, where each parameter is a bucket of its own "
+                "and there is no size to choose; leave one of the two out"
+            )
+        if self.tuning_budget_MB is not None and not self.tunes:
+            raise ConfigError(
+                f"tuning_budget_MB={self.tuning_budget_MB!r}: nothing is tuned, so there is nothing to bound; set "
+                "comm_buffer_size_MB='auto' or prefetch_depth='auto', or leave it out"
+            )
+
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> ShardingConfig:
         """The configuration that ``mapping`` describes; keys that it lacks have their defaults.
@@ -181,8 +202,22 @@ class ShardingConfig:
 
     @property
     def comm_buffer_bytes(self) -> int:
-        """Bucket size in bytes, at least 1."""
-        return max(1, int(self.comm_buffer_size_MB * _BYTES_PER_MB))
+        """Bucket size in bytes, at least 1; with ``"auto"`` that to begin with."""
+        size_mb = START_MB if isinstance(self.comm_buffer_size_MB, str) else self.comm_buffer_size_MB
+        return max(1, int(size_mb * _BYTES_PER_MB))
+
+    @property
+    def tunes(self) -> bool:
+        """True if something is to be chosen by measurement."""
+        return AUTO in (self.comm_buffer_size_MB, self.prefetch_depth)
+
+    def begun(self) -> ShardingConfig:
+        """The settings in force before anything has been measured: numbers in the place of ``"auto"``."""
+        size_mb = START_MB if self.comm_buffer_size_MB == AUTO else self.comm_buffer_size_MB
+        depth = None if self.prefetch_depth == AUTO else self.prefetch_depth
+        if not self.tunes:
+            return self
+        return dataclasses.replace(self, comm_buffer_size_MB=size_mb, prefetch_depth=depth, tuning_budget_MB=None)
 
     @property
     def replicate_buffer_bytes(self) -> int:
@@ -206,7 +241,7 @@ class ShardingConfig:
             return 0
         if not self.reshards_after_step:
             return None
-        return 1 if self.prefetch_depth is None else self.prefetch_depth
+        return self.prefetch_depth if isinstance(self.prefetch_depth, int) else 1
 
     def gradient_divisor(self, data_nranks: int) -> float:
         """What the sum of the gradients over ``data_nranks`` ranks (shard times replicate) is divided by, once."""
@@ -256,6 +291,13 @@ def _as_size_mb(key: str, value: object) -> int | float:
     return _as_positive(key, value, "a positive size in MB")
 
 
+def _as_size_or_auto(key: str, value: object) -> int | float | Literal["auto"]:
+    expected = "a positive size in MB or 'auto'"
+    if isinstance(value, str) and value == AUTO:
+        return "auto"
+    return _as_positive(key, value, expected)
+
+
 def _as_stage(value: object) -> int:
     expected = "1, 2 or 3"
     if _as_number("stage", value, expected) not in (1, 2, 3) or not isinstance(value, numbers.Integral):
@@ -294,10 +336,12 @@ def _as_choice(key: str, value: object, choices: tuple[str, ...]) -> str:
     return value
 
 
-def _as_prefetch_depth(value: object) -> int | None:
+def _as_prefetch_depth(value: object) -> int | Literal["auto"] | None:
     if value is None:
         return None
-    expected = "a number of units, 0 or more, or None"
+    if isinstance(value, str) and value == AUTO:
+        return "auto"
+    expected = "a number of units, 0 or more, 'auto' or None"
     if not isinstance(value, numbers.Integral) or _as_number("prefetch_depth", value, expected) < 0:
         raise _bad_value("prefetch_depth", value, expected)
     return int(value)

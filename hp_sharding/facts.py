@@ -57,3 +57,13 @@ def publish(orders: Sequence[Sequence[int]], lanes: Sequence[Communicator]) -> l
     for lane in lanes:
         lane.broadcast(table, src=0, label="bucket order").wait()
     return [list(map(int, order)) for order in table.numpy().reshape(len(orders), -1)]
+
+
+def largest(numbers: Sequence[float], lanes: Sequence[Communicator], *, label: str) -> list[float]:
+    """The largest of each of ``numbers`` over the ranks of all lanes, as float32 has it, on every rank. Blocks."""
+    table = np.asarray(numbers, np.float32)
+    for lane in lanes:
+        everyone = host_tensor(np.zeros([lane.nranks * len(table)]), "float32")
+        lane.all_gather(everyone, host_tensor(table, "float32"), label=label).wait()
+        table = everyone.numpy().reshape([lane.nranks, -1]).max(axis=0)
+    return [float(number) for number in table]

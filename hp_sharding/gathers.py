@@ -44,6 +44,17 @@ class Gathers(abc.ABC):
         self._timeline = timeline
         self._under_way = 0
         self._started: list[int] = []
+        self._pins = 0
+
+    @property
+    def ahead(self) -> int | None:
+        """How many are gathered ahead of use; None for all at once."""
+        return self._ahead
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether somebody has asked for all parameters, and has not given them back."""
+        return self._pins > 0
 
     def set_ahead(self, ahead: int | None) -> None:
         """Sets how many are gathered ahead of use from now on."""
@@ -95,6 +106,10 @@ class Gathers(abc.ABC):
     def end_step(self) -> None:
         """End of ``step()``."""
 
+    @abc.abstractmethod
+    def begin_anew(self) -> None:
+        """All buckets are new ones, between two steps, and each is READY, or SHARDED where storage is freed."""
+
     def _start(self, buffer: FusedCommBuffer) -> None:
         self._timeline.watch(buffer.start_gather())
         self._under_way += 1
@@ -113,7 +128,6 @@ class QueuedGathers(Gathers):
         super().__init__(buffers, ahead=ahead, timeline=timeline)
         self.keeps_full = self.buffers[0].place.keeps_full
         self._queue: deque[int] = deque()
-        self._pins = 0
         self._stepped = False
 
     def queue(self, buckets: Iterable[int]) -> None:
@@ -181,8 +195,11 @@ class QueuedGathers(Gathers):
         buffer = self.buffers[bucket]
         if buffer.status is Status.READY:
             buffer.mark_stale()
-        self.queue([bucket])
-        self.start_all()
+        if self._queue:
+            self.queue([bucket])
+            self.start_all()
+        elif buffer.status is Status.SHARDED:
+            self._start(buffer)
 
     def end_step(self) -> None:
         """Part of ``Gathers``."""
@@ -195,6 +212,11 @@ class QueuedGathers(Gathers):
             self._free_all()
         elif self._ahead is not None:
             self.finish_under_way()
+
+    def begin_anew(self) -> None:
+        """Part of ``Gathers``."""
+        if not self.keeps_full:
+            self.queue(self.order)
 
     def _ready(self) -> list[FusedCommBuffer]:
         return [buffer for buffer in self.buffers if buffer.status is Status.READY]

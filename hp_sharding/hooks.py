@@ -20,7 +20,6 @@ from paddle.base.framework import EagerParamBase
 
 from . import backward
 from .errors import StateError
-from .gathers import Place
 from .outputs import ATOMS, kept_tensors, tensors_in
 from .precision import cast_inputs, stays_float32
 from .residency import Call
@@ -59,8 +58,8 @@ class HookTarget(Protocol):
     def arrive(self, awaited: tuple[int, int]) -> None:
         """A gradient is in that says when a call is over."""
 
-    def take_gradient(self, place: Place) -> None:
-        """A parameter's gradient is in ``param.grad``."""
+    def take_gradient(self, param: int) -> None:
+        """The gradient of the parameter with this ``id`` is in ``param.grad``."""
 
 
 def hook_unit(target: HookTarget, layer: nn.Layer, unit: int) -> None:
@@ -158,9 +157,9 @@ def mark_units(timeline: Timeline, plan: UnitPlan) -> list[Any]:
     return [*handles, *(param.register_hook(hook) for param, hook in named)]
 
 
-def hook_gradient(target: HookTarget, param: EagerParamBase, place: Place) -> None:
+def hook_gradient(target: HookTarget, param: EagerParamBase) -> None:
     """Tells when the parameter's gradient has been accumulated. Paddle cannot remove such a hook: it goes quiet."""
-    reference = weakref.ref(target)
+    reference, key = weakref.ref(target), id(param)
 
     def hook() -> None:
         living = reference()
@@ -172,7 +171,7 @@ def hook_gradient(target: HookTarget, param: EagerParamBase, place: Place) -> No
                     "a gradient came in, but nobody announced its backward, so it would never be reduced: something "
                     "put back paddle.base.core.eager.run_backward after the model was wrapped. Wrap the model after it"
                 )
-            living.take_gradient(place)
+            living.take_gradient(key)
         except BaseException as error:
             backward.keep_error(error)
             raise

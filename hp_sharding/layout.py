@@ -8,7 +8,9 @@ shards. A parameter is never split between buckets; it may well be split between
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 ALIGNMENT_BYTES = 512
 """Start of every parameter in its bucket and of every bucket's shard in the arena (as cuBLAS and HCCL like it)."""
@@ -323,6 +325,13 @@ def _bucket_name(index: int, members: list[int], params: Sequence[ParamSpec], un
     else:
         where = units[0] if len(units) == 1 else f"{units[0]}..{units[-1]}"
     return f"{index}:{where}"
+
+
+def sorted_by_first(of_buckets: Sequence[Sequence[T]], order: Sequence[T], known: Sequence[int]) -> list[int]:
+    """Buckets by the first in ``order`` of the parameters that each has; others come last, as ``known`` has them."""
+    places = {param: place for place, param in enumerate(order)}
+    firsts = [min((places.get(param, len(places)) for param in params), default=len(places)) for params in of_buckets]
+    return sorted(known, key=firsts.__getitem__)
 
 
 class ModelStateBytes(NamedTuple):

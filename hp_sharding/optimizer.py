@@ -7,7 +7,8 @@ import dataclasses
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
 
 import paddle
 
@@ -36,6 +37,25 @@ TOGETHER_BYTES = 1 << 18
 it returns the gathers of all of them wait; with AdamW, for this much, 0.15 ms."""
 
 
+class Tuning(Protocol):
+    """Chooses settings by measurement; see ``tuning``."""
+
+    def end_step(self) -> None:
+        """A step has been made."""
+
+    def end_clear(self, *, awaits_backward: bool) -> None:
+        """Gradients have been cleared: buckets may change now, unless a forward has had no backward yet."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Within, nothing changes."""
+
+    def kept(self) -> dict[str, Any] | None:
+        """What was chosen, for a checkpoint; None while nothing has been."""
+
+    def adopt(self, kept: Mapping[str, Any]) -> None:
+        """Takes what ``kept`` gave where it was asked for on as many ranks, and has not been chosen. Collective."""
+
+
 class ShardedOptimizer:
     """The user's optimizer over sharded gradients and state.
 
@@ -44,7 +64,8 @@ class ShardedOptimizer:
     Attributes:
         timeline: spans and their summary; see ``hp_sharding.timeline``.
         param2bucket: structured parameter name -> its buckets, in order.
-        config: the settings in force.
+        config: the settings in force, numbers also where ``"auto"`` was asked for.
+        tuning: what has been measured for ``"auto"``, and what was chosen; None where nobody has asked for it.
         steps: how many ``step()`` have been made; a checkpoint keeps it.
     """
 
@@ -62,13 +83,11 @@ class ShardedOptimizer:
     ) -> None:
         self._inner = inner
         self._schedule = schedule
-        self._arena = arena
-        self._updates = updates
         self.config = config
         self.timeline = timeline
+        self.tuning: Tuning | None = None
         self._fingerprint = fingerprint
-        self.param2bucket = {name: [schedule.buffers[bucket]] for name, bucket in names.items()}
-        self._gradients = self._make_gradients(list(names.items()))
+        self._take_parts(arena, updates, names)
         self._baseline_bytes = 0
         self._state = RankState(inner, schedule, tensor=updates.sums.tensor)
         self.steps = 0
@@ -80,6 +99,13 @@ class ShardedOptimizer:
         if name in SCALER_READS and is_scaler(sys._getframe(1)):
             return self._gradients.for_scaler() if name in SCALER_GRADIENTS else plain_answer(name)
         return getattr(self._inner, name)
+
+    def _take_parts(self, arena: GradientArena, updates: InnerUpdates, names: Mapping[str, int]) -> None:
+        """What works on the buckets that the schedule has; ``names``: structured name -> number of its bucket."""
+        self._arena = arena
+        self._updates = updates
+        self.param2bucket = {name: [self._schedule.buffers[bucket]] for name, bucket in names.items()}
+        self._gradients = self._make_gradients(list(names.items()))
 
     def _make_gradients(self, places: list[tuple[str, int]]) -> ReducedGradients:
         reducer = self._reducer
@@ -148,21 +174,27 @@ class ShardedOptimizer:
             self._fingerprint.check()
         self.steps += 1
         self.timeline.end_step(self.steps)
+        if self.tuning is not None:
+            self.tuning.end_step()
 
     def clear_grad(self, set_to_zero: bool = True) -> None:
         """Forgets the gradients, and brings a model whose forward or backward raised back to a clean state.
 
-        After an exception every rank of the group calls it. ``set_to_zero`` has Paddle's meaning: True, a parameter
-        that had a gradient is updated with zeros by a later ``step()``; False, it is skipped.
+        After an exception every rank of the group calls it. While something is tuned (``"auto"``) every rank calls it
+        after each step, since what is chosen is put in force here. ``set_to_zero`` has Paddle's meaning: True, a
+        parameter that had a gradient is updated with zeros by a later ``step()``; False, it is skipped.
 
         Raises:
             CommError: a collective under way failed.
         """
+        awaits_backward = self._reducer.armed
         self._schedule.forget_forward()
         self._reducer.clear(set_to_zero)
         if self._reducer.running is not None:
             self._reducer.running.drop()
         self._gradients.end_step()
+        if self.tuning is not None:
+            self.tuning.end_clear(awaits_backward=awaits_backward)
 
     clear_gradients = clear_grad
 

@@ -61,7 +61,10 @@ class StoragePool:
 
     Attributes:
         allocated_bytes: of all blocks, in use or not.
+        on_host: whether this process can read and write the memory at its address.
     """
+
+    on_host = True
 
     def __init__(self, poison: Callable[[_Block], None] | None = None) -> None:
         self._free: list[_Block] = []  # by size
@@ -71,13 +74,20 @@ class StoragePool:
         self._empty = {name: paddle.empty([0], name) for name in _NUMPY_DTYPES}
         self._nans: _Block = np.empty([0], np.uint8)
         self.allocated_bytes = 0
+        self._self_ref = weakref.ref(self)
+        self._lent: dict[int, _Lent] = {}
 
     def alloc(self, numel: int, dtype: str) -> paddle.Tensor:
         """A flat tensor of ``numel`` elements with undefined content; its memory comes back by itself."""
         nbytes = numel * _NUMPY_DTYPES[dtype].itemsize
         block = self._take(nbytes)
-        view = block[:nbytes].view(_NUMPY_DTYPES[dtype])
-        weakref.finalize(view, self._take_back, weakref.ref(self), block).atexit = False
+        return self._lend(block, block[:nbytes].view(_NUMPY_DTYPES[dtype]), dtype)
+
+    def _lend(self, block: _Block, view: np.ndarray, dtype: str) -> paddle.Tensor:
+        """A tensor over ``view``; the block comes back when nothing aliases that any more."""
+        lent = _Lent(view, _take_back)
+        lent.pool, lent.block = self._self_ref, block
+        self._lent[id(lent)] = lent
         # What paddle.Tensor(value=view, zero_copy=True) does, in a quarter of its time.
         tensor = self._empty[dtype].clone()
         tensor.get_tensor().set(view, _CPU, True)
@@ -106,6 +116,12 @@ class StoragePool:
         # All ones is NaN in every floating-point type.
         return np.from_dlpack(paddle.full([numel * itemsize], 0xFF, "uint8"))
 
+    def spoil(self, tensor: paddle.Tensor) -> None:
+        """Says that nobody may read what is in a tensor that ``alloc`` gave."""
+        if self._poison is not None:
+            memory = (ctypes.c_char * (tensor.size * tensor.element_size())).from_address(tensor.data_ptr())
+            self._poison(np.frombuffer(memory, np.uint8))
+
     def trim(self) -> None:
         """Gives the blocks that nobody uses back to the system."""
         self._collect()
@@ -121,7 +137,8 @@ class StoragePool:
             ctypes.memset(address + start * itemsize, 0, (end - start) * itemsize)
 
     def _take(self, nbytes: int) -> _Block:
-        self._collect()
+        if self._returned:
+            self._collect()
         index = bisect.bisect_left(self._free, nbytes, key=len)
         if index < len(self._free) and len(self._free[index]) <= MAX_WASTE * nbytes:
             return self._free.pop(index)
@@ -139,14 +156,24 @@ class StoragePool:
         while self._returned:
             bisect.insort(self._free, self._returned.popleft(), key=len)
 
-    @staticmethod
-    def _take_back(pool_ref: weakref.ref[StoragePool], block: _Block) -> None:
-        pool = pool_ref()
-        if pool is None:
-            return
-        if pool._poison is not None:
-            pool._poison(block)
-        pool._returned.append(block)
+
+class _Lent(weakref.ref[_Block]):
+    """A block that is in use, seen through the array that the last alias takes with it."""
+
+    __slots__ = ("block", "pool")
+    block: _Block
+    pool: weakref.ref[StoragePool]
+
+
+def _take_back(lent: _Lent) -> None:
+    # weakref.finalize does the same at twice the price.
+    pool = lent.pool()
+    if pool is None:
+        return
+    if pool._poison is not None:
+        pool._poison(lent.block)
+    pool._returned.append(lent.block)
+    del pool._lent[id(lent)]
 
 
 class DevicePool(StoragePool):
@@ -155,6 +182,8 @@ class DevicePool(StoragePool):
     Memory is given out anew, in the order of one stream: what is queued later on the stream that computes. Whoever uses
     it on another stream holds it until that one has been waited for.
     """
+
+    on_host = False
 
     def alloc(self, numel: int, dtype: str) -> paddle.Tensor:
         """See ``StoragePool``."""

@@ -15,19 +15,15 @@ import paddle
 from paddle.base.framework import EagerParamBase
 
 from .arena import GradientArena
-from .buffer import FusedCommBuffer, GradientStorage
+from .buffer import FusedCommBuffer
 from .comm import Communicator, Work
 from .errors import StateError
 from .facts import Agreement, Facts
+from .in_flight import GradientsInFlight
 from .replication import Replicator
 from .running import RunningState
 from .sent import SentGradients
 from .timeline import Timeline
-
-MAX_LIVE_GRADIENTS = 2
-"""Full gradients that exist at a time in stage 2: one filling, one being reduced. Waiting for the older reduction
-costs nothing where compute is the slower side, and where the link is, it is busy all the same."""
-
 
 PUBLISH_ALWAYS_ROUNDS = 8
 PUBLISH_EVERY_ROUNDS = 32
@@ -108,8 +104,7 @@ class Reducer:
         self._replicator = _make_replicator(buffers, arena, lanes=lanes, rules=rules, timeline=timeline)
         self._timeline = timeline
         self._works: list[Work | None] = [None] * len(buffers)
-        self._in_flight: deque[Work] = deque()
-        self._n_filling = 0
+        self._in_flight = GradientsInFlight(timeline)
         self._agreements: deque[Agreement] = deque()
         self.round = 0
         self._unreduced = False
@@ -339,7 +334,7 @@ class Reducer:
     def _begin_round(self) -> None:
         self._reset_backward()
         for index, buffer in enumerate(self._buffers):
-            self._expected[index] = sum(not param.stop_gradient for param in buffer.params)
+            self._expected[index] = [param.stop_gradient for param in buffer.params].count(False)
 
     def _replicate_rest(self, replicator: Replicator) -> None:
         """Launches the all-reduces of partial sums for which none has been launched."""
@@ -361,24 +356,11 @@ class Reducer:
                 "that this rank has used, so it cannot be reduced. Use F.embedding and nn.Embedding with sparse=False"
             )
         if storage.full is None:
-            self._alloc(storage)
+            self._in_flight.alloc(storage, limited=self.sync)
         storage.put(index, gradient)
         _drop_gradient(param)
         if self._rules.keeps_gradient:
             _show_gradient(param, storage.view(index))
-
-    def _alloc(self, storage: GradientStorage) -> None:
-        """Storage for one more full gradient; in stage 2 not before at most one other is left."""
-        while self._in_flight and self._in_flight[0].done():
-            self._in_flight.popleft()
-        while self._in_flight and self.sync and self._n_filling + len(self._in_flight) >= MAX_LIVE_GRADIENTS:
-            self._timeline.wait(self._in_flight.popleft())
-        storage.alloc()
-        self._n_filling += 1
-
-    def _free(self, storage: GradientStorage) -> None:
-        storage.free()
-        self._n_filling -= 1
 
     def _is_live(self, bucket: int) -> bool:
         # Not whether it holds gradients: that is this rank's alone. Those of a parameter that was frozen since stay.
@@ -398,7 +380,7 @@ class Reducer:
         buffer = self._buffers[bucket]
         storage = buffer.gradient
         if storage.full is None:
-            self._alloc(storage)
+            self._in_flight.alloc(storage, limited=self.sync)
         storage.fill_missing()
         assert storage.full is not None
         if self._replicator is not None and self._replicator.is_waited_for(bucket):
@@ -408,13 +390,12 @@ class Reducer:
             # The full gradient itself holds the sum of all micro-batches, so the shard is overwritten.
             self._arena.forget(bucket)
         target = self._arena.expect_sum(bucket)
-        dtypes = buffer.layout.dtypes
         work = self.lanes.reduce.reduce_scatter(
             target.slice,
             storage.full,
             label=f"{buffer.name}, backward {self.round}",
             accumulate=target.accumulate,
-            wire_dtype=None if dtypes.reduce == dtypes.gradient else dtypes.reduce,
+            wire_dtype=storage.wire_dtype,
         )
         self._works[bucket] = self._timeline.watch(work)
         if self._replicator is not None and self.replicate:
@@ -423,8 +404,7 @@ class Reducer:
         if self._rules.keeps_gradient:
             self._sent.note(buffer)
         else:
-            self._in_flight.append(work)
-            self._free(storage)
+            self._in_flight.send(storage, work)
 
     def _learn_order(self) -> None:
         """The order in which this round's buckets filled up, then those that did not, then those held back."""
@@ -451,7 +431,7 @@ class Reducer:
     def _wait_all(self) -> None:
         for bucket in range(len(self._buffers)):
             self.wait(bucket)
-        self._in_flight.clear()
+        self._in_flight.forget()
 
     def _clear_bucket(self, buffer: FusedCommBuffer) -> None:
         for param in buffer.params:
@@ -461,7 +441,7 @@ class Reducer:
         if self._rules.keeps_gradient:
             buffer.gradient.reset()
         elif buffer.gradient.full is not None:
-            self._free(buffer.gradient)
+            self._in_flight.free(buffer.gradient)
 
 
 def _make_replicator(

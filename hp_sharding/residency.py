@@ -46,14 +46,15 @@ class Call:
         awaited_inputs: stand-ins for inputs whose gradients have to be in before it is over.
         lasts: it is not over before its backward is, whatever gradients are in.
         backward: number of the backward that has opened it last.
+        made: number of the backward before which its forward ran.
     """
 
     __slots__ = (
-        "awaited_inputs", "backward", "differentiable", "inner", "lasts", "places", "recorded", "unit", "units",
+        "awaited_inputs", "backward", "differentiable", "inner", "lasts", "made", "places", "recorded", "unit", "units",
         "unrecorded",
     )  # fmt: skip
 
-    def __init__(self, unit: int) -> None:
+    def __init__(self, unit: int, made: int) -> None:
         self.unit = unit
         self.units: dict[int, None] = {unit: None}
         self.places: set[tuple[int, int]] = set()
@@ -64,6 +65,13 @@ class Call:
         self.awaited_inputs: set[tuple[int, int]] = set()
         self.lasts = False
         self.backward = -1
+        self.made = made
+
+    def lose_places(self) -> None:
+        """The buckets are others by now, so that nobody can tell when it is over: it lasts."""
+        for places in (self.places, self.recorded, self.unrecorded, self.inner):
+            places.clear()
+        self.lasts = True
 
 
 class _Open(NamedTuple):
@@ -98,6 +106,7 @@ class UnitGathers(Gathers):
 
     Args:
         ahead: units gathered before they are needed.
+        before: what served the same units while their buckets were others; nothing of it is under way.
     """
 
     def __init__(
@@ -107,9 +116,10 @@ class UnitGathers(Gathers):
         *,
         ahead: int | None,
         timeline: Timeline,
+        before: UnitGathers | None = None,
     ) -> None:
         super().__init__(buffers, ahead=ahead, timeline=timeline)
-        self.foresight = Foresight()
+        self.foresight: Foresight = Foresight() if before is None else before.foresight
         self._rules = rules
         self._uncounted = _small_units(buffers, rules) | {_ROOT}
         self._calls: list[Call] = []
@@ -117,11 +127,11 @@ class UnitGathers(Gathers):
         self._resident: dict[int, None] = {}
         self._expected: list[int] = []
         self._kept: set[int] = set()
-        self._pins = 0
         self._deferred = False
         self._ahead_of_use: dict[int, None] = {}
         self._wrong_guesses = 0
-        self._backward = 0
+        self._backward: int = 0 if before is None else before._backward + 1
+        self._first_backward = self._backward
         self._opened: dict[int, None] = {}
         """Units opened in the backward under way; none: it has nothing to do with this model."""
 
@@ -136,7 +146,7 @@ class UnitGathers(Gathers):
         """A unit's forward begins; returns once its parameters are there."""
         if not self._calls and not self._pins and not backward.in_backward():
             self.foresight.begin_forward()
-        call = Call(unit)
+        call = Call(unit, self._backward)
         for place in self._rules.captured.get(unit, ()):
             call.places.add((place.bucket, place.slot))
             call.units[place.unit] = None
@@ -185,6 +195,8 @@ class UnitGathers(Gathers):
         if call.backward == self._backward:
             return
         call.backward = self._backward
+        if call.made < self._first_backward:
+            call.lose_places()
         level = backward.depth()
         # The call's graph is run here. What was run again of the same unit only gave the values back that it lacked.
         self._open = [
@@ -229,7 +241,7 @@ class UnitGathers(Gathers):
         """``paddle.grad`` has ended. Returns a call that needs all it opened, for a backward through its results."""
         call = None
         if self._opened:
-            call = Call(next(iter(self._opened)))
+            call = Call(next(iter(self._opened)), self._backward)
             call.units.update(self._opened)
         self.end_backward()
         return call
@@ -293,6 +305,10 @@ class UnitGathers(Gathers):
             self._ahead_of_use = dict.fromkeys(self._expected)
         for unit in self._expected:
             self._start_unit(unit)
+
+    def begin_anew(self) -> None:
+        """Part of ``Gathers``."""
+        self.end_step()
 
     # -- parts ---------------------------------------------------------------------------------------------------
 

@@ -18,9 +18,10 @@ from paddle.base.framework import EagerParamBase
 from . import backward, guard, hooks
 from .buffer import FusedCommBuffer, Status
 from .errors import StateError
-from .gathers import Gathers, Place, QueuedGathers
+from .gathers import Gathers, QueuedGathers
 from .outputs import tensors_in
 from .ownership import keep_schedule, schedule_of
+from .places import Places, UnitMap
 from .reduction import Reducer
 from .residency import Call, ResidencyRules, UnitGathers
 from .timeline import Timeline
@@ -67,9 +68,9 @@ class Schedule:
         self.buffers = list(buffers)
         self.reducer = reducer
         self.learned_gather_order: list[int] | None = None
-        self._places: dict[int, Place] = {}
-        self._unit_buckets: list[list[int]] = [[] for _ in plan.units]
-        self._unlooked: list[list[int]] = [[] for _ in plan.units]
+        self._unit_map = UnitMap(plan)
+        self._kept = kept
+        self._timeline = timeline
         self._first_uses: list[int] = []
         self._used: set[int] = set()
         self._active = [0] * len(plan.units)
@@ -80,23 +81,21 @@ class Schedule:
         self._sleeping: list[EagerParamBase] = []
         self._written: set[int] = set()
         self._lists = guard.layer_lists(model)
-        self._vectors_beside: dict[int, list[int]] = {}
         self._late: list[tuple[str, weakref.ref[Any]]] = []
-        self._find_places(plan)
         self._queued: QueuedGathers | None = None
         self._units: UnitGathers | None = None
-        if kept is None:
-            self._queued = QueuedGathers(buffers, ahead=ahead, timeline=timeline)
-        else:
-            rules = ResidencyRules(self._unit_buckets, self._captured(plan), kept)
-            self._units = UnitGathers(buffers, rules, ahead=ahead, timeline=timeline)
-        self.gathers: Gathers = self._queued or self._units  # type: ignore[assignment]
+        self._find_places(ahead)
         self._register(plan, [param for buffer in self.buffers for param in buffer.params])
 
     @property
     def model(self) -> nn.Layer | None:
         """The wrapped model; None once it is gone."""
         return self._model()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no forward is under way, and nobody has asked for whole parameters."""
+        return not self._active_total and not self.gathers.is_pinned
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -228,8 +227,9 @@ class Schedule:
         if self._units is not None:
             self._units.arrive(awaited)
 
-    def take_gradient(self, place: Place) -> None:
-        """A parameter's gradient is in."""
+    def take_gradient(self, param: int) -> None:
+        """The gradient of the parameter with this ``id`` is in."""
+        place = self._places[param]
         self.reducer.take_gradient(place.bucket, place.slot)
         if self._units is not None:
             self._units.arrive((place.bucket, place.slot))
@@ -416,6 +416,14 @@ class Schedule:
         self._close_units()
         self._entries = [0] * len(self._entries)
 
+    def adopt_layout(self, buffers: Sequence[FusedCommBuffer], reducer: Reducer) -> None:
+        """Goes on with other buckets of the same parameters. Nothing is under way, and all hooks stay as they are."""
+        ahead = self.gathers.ahead
+        self.buffers, self.reducer = list(buffers), reducer
+        self.learned_gather_order = None
+        self._first_uses, self._used = [], set()
+        self._find_places(ahead)
+
     def adopt_gather_order(self, order: list[int]) -> None:
         """Takes the order that rank 0 published."""
         self.gathers.order = order
@@ -435,38 +443,16 @@ class Schedule:
 
     # -- registration --------------------------------------------------------------------------------------------
 
-    def _find_places(self, plan: UnitPlan) -> None:
-        units = {id(entry.param): entry.unit for entry in plan.params}
-        for buffer in self.buffers:
-            for index, param in enumerate(buffer.params):
-                unit = units[id(param)]
-                self._places[id(param)] = Place(buffer.layout.number, index, unit)
-                if buffer.layout.number not in self._unit_buckets[unit]:
-                    self._unit_buckets[unit].append(buffer.layout.number)
-
-        self._find_vectors(plan)
-        for unit, key in plan.captured:
-            place = self._places.get(key)
-            if place is not None and place.bucket not in self._unlooked[unit]:
-                self._unlooked[unit].append(place.bucket)
-
-    def _find_vectors(self, plan: UnitPlan) -> None:
-        by_layer: dict[str, list[EagerParamBase]] = {}
-        for entry in plan.params:
-            if id(entry.param) in self._places:
-                by_layer.setdefault(entry.name.rpartition(".")[0], []).append(entry.param)
-        for params in by_layer.values():
-            vectors = {self._places[id(param)].bucket for param in params if param.ndim == 1}
-            for bucket in {self._places[id(param)].bucket for param in params}:
-                beside = self._vectors_beside.setdefault(bucket, [])
-                beside.extend(sorted(vectors - {bucket, *beside}))
-
-    def _captured(self, plan: UnitPlan) -> dict[int, list[Place]]:
-        captured: dict[int, list[Place]] = {}
-        for unit, key in plan.captured:
-            if key in self._places:
-                captured.setdefault(unit, []).append(self._places[key])
-        return captured
+    def _find_places(self, ahead: int | None) -> None:
+        places = Places(self._unit_map, self.buffers)
+        self._places, self._unit_buckets = places.of, places.unit_buckets
+        self._unlooked, self._vectors_beside = places.unlooked, places.vectors_beside
+        if self._kept is None:
+            self._queued = QueuedGathers(self.buffers, ahead=ahead, timeline=self._timeline)
+        else:
+            rules = ResidencyRules(places.unit_buckets, places.captured, self._kept)
+            self._units = UnitGathers(self.buffers, rules, ahead=ahead, timeline=self._timeline, before=self._units)
+        self.gathers: Gathers = self._queued or self._units  # type: ignore[assignment]
 
     def _register(self, plan: UnitPlan, params: list[EagerParamBase]) -> None:
         model = plan.units[0].layer
@@ -487,5 +473,5 @@ class Schedule:
             return
         for param in self._sleeping:
             if not param.stop_gradient:
-                hooks.hook_gradient(self, param, self._places[id(param)])
+                hooks.hook_gradient(self, param)
         self._sleeping = [param for param in self._sleeping if param.stop_gradient]

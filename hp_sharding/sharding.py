@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import paddle
@@ -13,7 +13,7 @@ from paddle import nn
 from paddle.base.framework import EagerParamBase
 
 from . import guard, hooks
-from .arena import GradientArena
+from .assembly import CONTROL, Foundation, LayOut, Member, assemble
 from .broadcast import broadcast_state, check_state_exists
 from .buffer import BufferPlace, FusedCommBuffer, Status
 from .comm import (
@@ -26,18 +26,18 @@ from .comm import (
 )  # fmt: skip
 from .config import ShardingConfig
 from .errors import ConfigError
-from .layout import ITEM_BYTES, BucketLayout, BucketRules, ParamSpec, plan_buckets
+from .layout import ITEM_BYTES, BucketLayout, ParamSpec, plan_buckets
 from .optimizer import ShardedOptimizer
 from .plain import PlainOptimizer
 from .pool import DTYPES, DevicePool, StoragePool
 from .precision import bucket_dtypes, cast_unsharded, dtype_name, has_masters, kept_as_they_are, with_master_grad
 from .recorded import ShardedSubject
-from .reduction import ReduceLanes, Reducer, ReduceRules
 from .running import RunningState
 from .schedule import Schedule, keep_schedule, schedule_of
 from .timeline import Timeline
+from .tuning import Tuner, begin
 from .units import Unit, UnitParam, UnitPlan, find_units
-from .updates import InnerUpdates, check_fresh, check_optimizer, optimizer_params
+from .updates import check_fresh, check_optimizer, optimizer_params
 
 LOG = logging.getLogger("hp_sharding")
 LANES = ("gather", "reduce")
@@ -46,11 +46,6 @@ REPLICA_LANES = ("replicate",)
 """Over the replicas of a shard, where there are several."""
 TENSOR_LANES = ("tensor",)
 """Over the ranks among which tensor parallelism has split parameters, where there are several."""
-LayOut = Callable[[Sequence[ParamSpec], Sequence[str], BucketRules], list[BucketLayout]]
-"""Makes buckets of parameters, given the units' names, as ``layout.plan_buckets`` does."""
-CONTROL = ("control", "agree")
-"""Over the ranks of a shard group, and over the replicas: what the hosts tell each other. On CPU the first is "gather",
-which is idle when there is something to tell."""
 
 
 class Grid(NamedTuple):
@@ -156,12 +151,6 @@ def _model_lanes(lanes: Mapping[str, Communicator]) -> list[Communicator]:
     return [lanes[name] for name in ("replicate", "gather") if name in lanes]
 
 
-def control_lanes(lanes: Mapping[str, Communicator]) -> list[Communicator]:
-    """Lanes that one after the other reach all data ranks, from the first one on, with tensors on the host."""
-    shards = lanes.get(CONTROL[0], lanes["gather"])
-    return [lanes[CONTROL[1]], shards] if CONTROL[1] in lanes else [shards]
-
-
 def shard_over(
     model: nn.Layer,
     optimizer: paddle.optimizer.Optimizer,
@@ -177,6 +166,8 @@ def shard_over(
         lanes = connect(Grid([me], [me]), timeout_s=config.timeout_s)
     if not lanes:
         names = {id(param): name for name, param in model.named_parameters()}
+        if config.tunes:
+            LOG.debug("one process sends nothing, so there is nothing to tune")
         return PlainOptimizer(optimizer, config, baseline_bytes, names=names, model=model)
     check_split(optimizer, lanes["tensor"].ranks if "tensor" in lanes else ())
     check_fresh(optimizer)
@@ -284,49 +275,43 @@ def build(
     gather = lanes["gather"]
     masters = has_masters(optimizer, config)
     exempt = kept_as_they_are(model, config.param_dtype)
-    specs = [_spec(entry, _config_for(entry.param, exempt, config), masters=masters) for entry in entries]
-    layouts = lay_out(specs, [unit.name for unit in plan.units], _bucket_rules(config, gather.nranks))
+    members = [
+        Member(_spec(entry, _config_for(entry.param, exempt, config), masters=masters), entry.param, entry.tied)
+        for entry in entries
+    ]
+    timeline = Timeline(config.timeline, on_device=current_device().has_streams, new_mark=gather.mark)
+    foundation = Foundation(optimizer, members, [unit.name for unit in plan.units], lanes, timeline, lay_out)
+    begun = begin(foundation, config) if config.tunes else config
+    layouts = foundation.plan(begun)
+    pool = pool or (DevicePool() if current_device().has_streams else StoragePool())
     status = Status.SHARDED if config.stage == 3 else Status.READY
-    on_device = current_device().has_streams
-    pool = pool or (DevicePool() if on_device else StoragePool())
     place = BufferPlace(gather.rank, gather, pool, not config.reshards_after_step, status)
-    buffers = [FusedCommBuffer(layout, _members(layout, entries), place) for layout in layouts]
-    replicate = lanes.get("replicate")
-    n_replicas = replicate.nranks if replicate is not None else 1
-    arena = GradientArena(layouts, config.gradient_divisor(gather.nranks * n_replicas), n_replicas)
-    timeline = Timeline(config.timeline, on_device=on_device, new_mark=gather.mark)
-    reducer = Reducer(
-        buffers,
-        arena,
-        lanes=ReduceLanes(lanes["reduce"], control_lanes(lanes), replicate),
-        rules=ReduceRules(
-            config.reduce_overlap, config.stage == 1, _tied_buckets(layouts, entries), config.replicate_buffer_bytes
-        ),
-        timeline=timeline,
-    )
+    buffers = [FusedCommBuffer(layout, foundation.params_of(layout), place) for layout in layouts]
+    arena, reducer, updates = assemble(foundation, begun, buffers)
     if config.broadcast_buffers:
         reducer.running = RunningState(model, _model_lanes(lanes), timeline)
     schedule = Schedule(
-        model, plan, buffers=buffers, reducer=reducer, ahead=config.units_ahead, kept=kept, timeline=timeline
+        model, plan, buffers=buffers, reducer=reducer, ahead=begun.units_ahead, kept=kept, timeline=timeline
     )
-    updates = InnerUpdates(optimizer, buffers, arena, comm=gather, timeline=timeline, tensor=lanes.get("tensor"))
     sharded = ShardedOptimizer(
         optimizer,
         schedule,
         arena=arena,
         updates=updates,
-        config=config,
-        names={entries[slot.param].name: layout.number for layout in layouts for slot in layout.slots},
+        config=begun,
+        names=foundation.names(layouts),
         timeline=timeline,
         fingerprint=compared,
     )
     timeline.subject = ShardedSubject(sharded, plan, lanes.get("tensor"))
+    if config.tunes:
+        sharded.tuning = Tuner(sharded, foundation, config)
     keep_schedule(model, schedule)
     if config.param_dtype is not None:
         cast_unsharded(plan.params, entries, exempt, config.param_dtype)
         if config.cast_forward_inputs:
             hooks.hook_inputs([unit.layer for unit in plan.units], config.param_dtype)
-    _log_layout(layouts, gather, n_replicas, config)
+    _log_layout(layouts, gather, foundation.n_replicas, config)
     return sharded
 
 
@@ -382,14 +367,6 @@ def _ranks(name: str, group: Any) -> list[int]:
     return ranks
 
 
-def _members(layout: BucketLayout, entries: Sequence[UnitParam]) -> list[EagerParamBase]:
-    return [entries[slot.param].param for slot in layout.slots]
-
-
-def _bucket_rules(config: ShardingConfig, nranks: int) -> BucketRules:
-    return BucketRules(nranks, config.comm_buffer_bytes, config.comm_fusion, merge_units=config.stage < 3)
-
-
 def _spec(entry: UnitParam, config: ShardingConfig, *, masters: bool) -> ParamSpec:
     dtypes = bucket_dtypes(entry.param, entry.name, config, masters=masters)
     return ParamSpec(
@@ -436,10 +413,6 @@ def _kept_units(plan: UnitPlan, config: ShardingConfig) -> frozenset[int] | None
 
 def _is_named(unit: Unit, key: str | type) -> bool:
     return unit.name == key if isinstance(key, str) else isinstance(unit.layer, key)
-
-
-def _tied_buckets(layouts: Sequence[BucketLayout], entries: Sequence[UnitParam]) -> frozenset[int]:
-    return frozenset(layout.number for layout in layouts if any(entries[slot.param].tied for slot in layout.slots))
 
 
 def _log_layout(layouts: Sequence[BucketLayout], gather: Communicator, n_replicas: int, config: ShardingConfig) -> None:

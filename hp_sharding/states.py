@@ -99,8 +99,9 @@ class RankState:
         if found != expected:
             raise ConfigError(
                 f"{self._where}this optimizer state is of another layout. Expected {expected}, found {found}. Load it "
-                "with the same number of ranks, stage, units, comm_buffer_size_MB and dtypes as it was saved, each "
-                "rank its own; hp_sharding.save and hp_sharding.load change from one layout to another"
+                "with the same number of ranks, stage, units, comm_buffer_size_MB (where it was 'auto', the number "
+                "chosen) and dtypes as it was saved, each rank its own; hp_sharding.save and hp_sharding.load change "
+                "from one layout to another"
             )
 
     def _check_masters(self, given: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import paddle
 from paddle import nn
@@ -15,6 +15,7 @@ from .arena import GradientArena
 from .buffer import FusedCommBuffer
 from .comm import Communicator
 from .errors import ConfigError, LayoutError
+from .fusing import Part, are_alike, fused
 from .nonfinite import NonFiniteCheck
 from .numerics import GradientPart, NormClipper, RankSums, measure, norm_domains, whole_parts
 from .timeline import Timeline
@@ -117,16 +118,6 @@ def _clips(optimizer: paddle.optimizer.Optimizer) -> list[Any]:
     return [group.get("grad_clip", optimizer._grad_clip) for group in _groups(optimizer)]
 
 
-class _Part(NamedTuple):
-    """One slice that the inner optimizer updates: of which parameter, of which group, with which gradient."""
-
-    slot: int
-    group: int
-    param: EagerParamBase
-    slice: EagerParamBase
-    gradient: paddle.Tensor
-
-
 class InnerUpdates:
     """Applies the inner optimizer to this rank's slices."""
 
@@ -147,14 +138,15 @@ class InnerUpdates:
         self._groups = _groups(inner)
         self._grouped = self._groups is inner._param_groups
         self._group_of = {id(param): number for number, group in enumerate(self._groups) for param in group["params"]}
-        self._parts: dict[int, list[_Part]] = {}
+        self._parts: dict[int, list[Part]] = {}
+        self._fused: dict[int, Part] = {}
         self._clipper: NormClipper | None = None
         self._clip_settings: Any = None
         self._known_clips = _clips(inner)
         self._add_parts([buffer.layout.number for buffer in buffers if not buffer.layout.frozen])
         inner._add_param_group, inner.step, inner.minimize = _refuse_group, _refuse_step, _refuse_step
         ratio = getattr(inner, "_lr_ratio", None)
-        if ratio is not None:
+        if ratio is not None and not isinstance(ratio, _RatioOfWhole):
             inner._lr_ratio = _RatioOfWhole(ratio, optimizer_params(inner))
 
     @property
@@ -211,8 +203,11 @@ class InnerUpdates:
 
     def is_due(self, bucket: int, used: Sequence[Sequence[bool]]) -> bool:
         """Whether any rank updates a parameter of the bucket: the same answer on every rank."""
-        params = self._buffers[bucket].params
-        due = any(flag and not param.stop_gradient for flag, param in zip(used[bucket], params, strict=True))
+        due = False
+        for flag, param in zip(used[bucket], self._buffers[bucket].params, strict=True):
+            if flag and not param.stop_gradient:
+                due = True
+                break
         if due and bucket not in self._parts:
             self._buffers[bucket].thaw()
             self._add_parts([bucket])  # frozen when wrapped, and thawed since
@@ -221,12 +216,32 @@ class InnerUpdates:
     def apply(self, buckets: Sequence[int], used: Sequence[Sequence[bool]]) -> None:
         """Updates the buckets' shards. Parameters that are frozen or never had a gradient are skipped, as by Paddle."""
         by_group: dict[int, list[tuple[EagerParamBase, paddle.Tensor]]] = defaultdict(list)
-        for bucket, part in ((number, part) for number in buckets for part in self._parts[number]):
-            if used[bucket][part.slot] and not part.param.stop_gradient:
-                _follow(part)
-                by_group[part.group].append((part.slice, part.gradient))
+        for bucket in buckets:
+            whole = self._fused.get(bucket)
+            if whole is not None and are_alike(self._parts[bucket], used[bucket]):
+                _follow(whole)
+                by_group[whole.group].append((whole.slice, whole.gradient))
+                continue
+            for part in self._parts[bucket]:
+                if used[bucket][part.slot] and not part.param.stop_gradient:
+                    _follow(part)
+                    by_group[part.group].append((part.slice, part.gradient))
         for group in sorted(by_group):
             self._apply_group(group, by_group[group])
+
+    def holds(self, param: EagerParamBase) -> bool:
+        """Whether the optimizer has the parameter."""
+        return id(param) in self._group_of
+
+    def trains(self, bucket: int) -> bool:
+        """Whether the bucket's parameters train, or did when the model was wrapped. The same on every rank."""
+        return bucket in self._parts
+
+    def release(self) -> None:
+        """Lets go of all slices and gradients. It is of no more use."""
+        self._parts.clear()
+        self._fused.clear()
+        self._clipper = None
 
     def moment_bytes(self) -> int:
         """Bytes of optimizer state that each element has, as allocated by now (before the first step: 0)."""
@@ -256,9 +271,13 @@ class InnerUpdates:
 
     def _add_parts(self, buckets: Sequence[int]) -> None:
         for bucket in buckets:
-            self._parts[bucket] = self._bucket_parts(self._buffers[bucket])
+            buffer = self._buffers[bucket]
+            self._parts[bucket] = parts = self._bucket_parts(buffer)
+            whole = fused(self._inner, buffer, parts, self._arena.slice(bucket))
+            if whole is not None:
+                self._fused[bucket] = whole
 
-    def _bucket_parts(self, buffer: FusedCommBuffer) -> list[_Part]:
+    def _bucket_parts(self, buffer: FusedCommBuffer) -> list[Part]:
         reduced = self._arena.slice(buffer.layout.number)
         parts = []
         for piece in buffer.slices:
@@ -266,7 +285,7 @@ class InnerUpdates:
             if id(param) not in self._group_of:
                 continue  # sharded to save memory, and updated by nobody
             gradient = reduced._slice(piece.start_numel, piece.start_numel + piece.numel)
-            parts.append(_Part(piece.param, self._group_of[id(param)], param, piece.tensor, gradient))
+            parts.append(Part(piece.param, self._group_of[id(param)], param, piece.tensor, gradient))
         return parts
 
     def _find_clip_settings(self) -> Any:
@@ -306,7 +325,7 @@ class InnerUpdates:
         return "float64" if any(tensor.dtype == paddle.float64 for tensor in self._arena.tensors) else "float32"
 
 
-def _gradient_part(part: _Part) -> GradientPart:
+def _gradient_part(part: Part) -> GradientPart:
     param = part.param
     return GradientPart(param.name, part.gradient, _needs_clip(param), _is_split(param))
 
@@ -319,7 +338,7 @@ def _needs_clip(param: EagerParamBase) -> bool:
     return getattr(param, "need_clip", True) is not False
 
 
-def _follow(part: _Part) -> None:
+def _follow(part: Part) -> None:
     """Gives the slice what the user has set on its parameter since: thawed, another rate, decay or clipping flag."""
     if part.slice.stop_gradient:
         part.slice.stop_gradient = False

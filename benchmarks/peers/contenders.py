@@ -23,16 +23,16 @@ class Compared(NamedTuple):
     Attributes:
         title: for people.
         framework: "paddle" or "torch": whose interpreter runs it, and whose compute alone it is held to.
+        process_mb: memory that one of its processes keeps to itself with four hosts, about; 2**20 bytes.
         is_ours: hp_sharding.
         least_hosts: with fewer it does not take part.
-        process_mb: memory that one of its processes keeps to itself, about; 2**20 bytes.
     """
 
     title: str
     framework: str
+    process_mb: int
     is_ours: bool = False
     least_hosts: int = 2
-    process_mb: int = 800
 
 
 ALONE = {"paddle": "compute", "torch": "torch_alone"}
@@ -61,19 +61,24 @@ CONTENDERS.update(
 )
 
 COMPARED = {
-    "compute": Compared("Paddle, compute alone", "paddle"),
-    "stage2_all": Compared("hp_sharding stage 2", "paddle", is_ours=True),
-    "stage3_all": Compared("hp_sharding stage 3", "paddle", is_ours=True),
-    "stage2_overlap": Compared("hp_sharding stage 2, replicas", "paddle", is_ours=True, least_hosts=HSDP_HOSTS),
-    "data_parallel": Compared("Paddle DataParallel", "paddle"),
-    "sharding_v1_all": Compared("Paddle sharding V1", "paddle"),
-    "torch_alone": Compared("PyTorch, compute alone", "torch"),
-    "torch_ddp": Compared("PyTorch DDP", "torch"),
-    "torch_fsdp_keep": Compared("PyTorch FSDP2, no reshard", "torch"),
-    "torch_fsdp": Compared("PyTorch FSDP2, reshard", "torch"),
-    "torch_hsdp": Compared("PyTorch HSDP, no reshard", "torch", least_hosts=HSDP_HOSTS),
+    "compute": Compared("Paddle, compute alone", "paddle", process_mb=750),
+    "stage2_all": Compared("hp_sharding stage 2", "paddle", is_ours=True, process_mb=620),
+    "stage3_all": Compared("hp_sharding stage 3", "paddle", is_ours=True, process_mb=560),
+    "stage2_overlap": Compared(
+        "hp_sharding stage 2, replicas", "paddle", is_ours=True, least_hosts=HSDP_HOSTS, process_mb=690
+    ),
+    "data_parallel": Compared("Paddle DataParallel", "paddle", process_mb=960),
+    "sharding_v1_all": Compared("Paddle sharding V1", "paddle", process_mb=700),
+    "torch_alone": Compared("PyTorch, compute alone", "torch", process_mb=710),
+    "torch_ddp": Compared("PyTorch DDP", "torch", process_mb=820),
+    "torch_fsdp_keep": Compared("PyTorch FSDP2, no reshard", "torch", process_mb=770),
+    "torch_fsdp": Compared("PyTorch FSDP2, reshard", "torch", process_mb=760),
+    "torch_hsdp": Compared("PyTorch HSDP, no reshard", "torch", least_hosts=HSDP_HOSTS, process_mb=870),
 }
 """By their names on the command line, in the order in which they take turns."""
+
+OURS = ("stage2_all", "stage3_all")
+"""Those of hp_sharding that every peer is compared with."""
 
 
 def taking_part(nhosts: int, asked_for: list[str] | None = None) -> list[str]:
@@ -84,23 +89,31 @@ def taking_part(nhosts: int, asked_for: list[str] | None = None) -> list[str]:
 
 
 def in_sets(names: list[str], nranks: int, available_mb: float) -> list[list[str]]:
-    """Splits the contenders such that the processes of each set fit into memory together.
+    """Splits the contenders such that the processes of each set fit into memory together, if they do not all.
 
-    Peers are spread over the sets; hp_sharding and what its frameworks do alone are in each of them, so that every
-    peer is compared with what ran beside it.
+    A set holds peers of one framework, what that does alone, and those of hp_sharding that shard over all ranks; so
+    every peer is compared with what ran beside it. Replicas of hp_sharding go with Paddle's peers.
     """
-    always = [name for name in names if COMPARED[name].is_ours or name in ALONE.values()]
-    peers = [name for name in names if name not in always]
-    n_sets = 1
-    while n_sets < len(peers) and _largest_mb(always, peers, n_sets) * nranks > available_mb:
-        n_sets += 1
-    return [[name for name in names if name in (*always, *part)] for part in _parts(peers, n_sets)]
+    if _needed_mb(names, nranks) <= available_mb:
+        return [names]
+    always = [name for name in names if name in OURS]
+    sets: list[list[str]] = []
+    for framework, alone in ALONE.items():
+        others = [name for name in names if COMPARED[name].framework == framework and name not in (*always, alone)]
+        if alone in names:
+            sets += _split([*always, alone], others, nranks, available_mb)
+    return [[name for name in names if name in part] for part in sets]
 
 
-def _parts(peers: list[str], n_sets: int) -> list[list[str]]:
-    size = -(-len(peers) // n_sets) if peers else 0
-    return [peers[begin : begin + size] for begin in range(0, len(peers), size)] if peers else [[]]
+def _split(always: list[str], others: list[str], nranks: int, available_mb: float) -> list[list[str]]:
+    """As few sets as memory allows, all of about the same size; each holds one of the others at least."""
+    for n_sets in range(1, len(others) + 1):
+        size = -(-len(others) // n_sets)
+        sets = [[*always, *others[begin : begin + size]] for begin in range(0, len(others), size)]
+        if size == 1 or all(_needed_mb(part, nranks) <= available_mb for part in sets):
+            return sets
+    return [always]
 
 
-def _largest_mb(always: list[str], peers: list[str], n_sets: int) -> int:
-    return max(sum(COMPARED[name].process_mb for name in (*always, *part)) for part in _parts(peers, n_sets))
+def _needed_mb(names: list[str], nranks: int) -> int:
+    return nranks * sum(COMPARED[name].process_mb for name in names)

@@ -7,6 +7,7 @@ has whole and alike.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from .. import guard
 from ..buffer import FusedCommBuffer, Status
 from ..config import SHORT_DTYPES
 from ..errors import ConfigError, LayoutError
+from ..layout import sorted_by_first
 from ..optimizer import ShardedOptimizer
 from ..plain import PlainOptimizer
 from ..precision import dtype_name
@@ -212,11 +214,27 @@ class Held:
         last = set(orders["last"])
         names = self._keys
         of_buckets = [[names[id(param)] for param in buffer.params] for buffer in self.buffers]
-        reducer.adopt_order(_by_first(of_buckets, orders["reduce"], reducer.order))
-        schedule.adopt_gather_order(_by_first(of_buckets, orders["gather"], schedule.gathers.order))
+        reducer.adopt_order(sorted_by_first(of_buckets, orders["reduce"], reducer.order))
+        schedule.adopt_gather_order(sorted_by_first(of_buckets, orders["gather"], schedule.gathers.order))
         held_back = {bucket for bucket, params in enumerate(of_buckets) if last.intersection(params)}
         reducer._always_last = reducer._always_last | held_back
         reducer.round = orders["round"]
+
+    def tuned(self) -> dict[str, Any] | None:
+        """What was chosen by measurement; None while nothing has been."""
+        tuning = getattr(self.optimizer, "tuning", None)
+        return tuning.kept() if tuning is not None else None
+
+    def take_tuned(self, tuned: Mapping[str, Any] | None) -> bool:
+        """Puts it in force where it was asked for and not chosen yet. Collective; after ``prepare_writes``.
+
+        Returns whether buckets are others now.
+        """
+        before = self.buffers[:1]
+        tuning = getattr(self.optimizer, "tuning", None)
+        if tuning is not None and tuned:
+            tuning.adopt(tuned)
+        return self.buffers[:1] != before
 
     def param_names(self) -> dict[str, str]:
         """Paddle's name of each parameter, by structured name: its own optimizer files know parameters by that."""
@@ -242,8 +260,10 @@ class Held:
 
     def prepare_writes(self) -> None:
         """Before shards are written: gradients are forgotten, and no gather reads shards. Collective."""
-        if self.optimizer is not None:
-            self.optimizer.clear_grad(set_to_zero=False)  # they are of other values
+        tuning = getattr(self.optimizer, "tuning", None)
+        with tuning.paused() if tuning is not None else contextlib.nullcontext():
+            if self.optimizer is not None:
+                self.optimizer.clear_grad(set_to_zero=False)  # they are of other values
         if self.schedule is not None:
             self.schedule.begin_step()
             self.schedule.gathers.finish_under_way()
@@ -269,13 +289,6 @@ class Held:
         rank, n_ranks = self.ranks.tensor
         is_split = n_ranks > 1 and bool(getattr(tensor, "is_distributed", False))
         return f"{key}{SPLIT_MARK}{rank}of{n_ranks}" if is_split else key
-
-
-def _by_first(of_buckets: list[list[str]], names: Sequence[str], known: Sequence[int]) -> list[int]:
-    """Buckets by the first of ``names`` that each has; those that have none come last, as ``known`` has them."""
-    places = {name: place for place, name in enumerate(names)}
-    firsts = [min((places.get(name, len(places)) for name in params), default=len(places)) for params in of_buckets]
-    return sorted(known, key=firsts.__getitem__)
 
 
 def _inner_of(model: nn.Layer, optimizer: Any) -> Any:

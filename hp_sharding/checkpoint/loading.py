@@ -103,6 +103,8 @@ def load_from(open_source: Callable[[], TensorSource], held: Held, *, scaler: An
         with _half_loaded(source):
             with ranks.together():
                 held.prepare_writes()
+            if held.take_tuned(source.state.get("tuned")):
+                matched = match(held, source, scaler, strict=strict)
             with ranks.together(takes_long=True):
                 _apply(held, matched, source)
             held.set_orders(source.state.get("orders", {}))

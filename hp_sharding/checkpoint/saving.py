@@ -289,8 +289,8 @@ def state_of(held: Held, scaler: Any, extra: Any) -> dict[str, Any]:
     """What is not tensors, as ``TensorSource.state`` has it.
 
     Keys: ``steps``, ``optimizer`` (its class), ``lr`` or ``lr_scheduler``, ``scaler``, ``extra``, ``n_ranks``,
-    ``used`` and ``orders`` (see ``Held``); ``optimizer_name``, ``param_names`` and ``short`` are for whoever writes
-    files of Paddle's.
+    ``used``, ``orders`` and ``tuned`` (see ``Held``); ``optimizer_name``, ``param_names`` and ``short`` are for whoever
+    writes files of Paddle's.
     """
     inner = held.inner
     rate = getattr(inner, "_learning_rate", None)
@@ -307,6 +307,7 @@ def state_of(held: Held, scaler: Any, extra: Any) -> dict[str, Any]:
         "n_ranks": held.ranks.n_ranks,
         "used": held.used(),
         "orders": held.orders(),
+        "tuned": held.tuned(),
         "param_names": held.param_names(),
         "short": held.short_params(),
     }

@@ -18,7 +18,10 @@ from .communicator import Communicator, Mark, Work
 from .device import current_device
 from .memory import ELEMENT_TYPES, bytes_of
 from .rounding import QUIETLY, narrow, rounded_blocks, widen
-from .wire import Carried, carried
+from .wire import Carried, carried, plain
+
+_PLAIN = {id(dtype): plain(element) for dtype, element in ELEMENT_TYPES.items() if element.partial is not None}
+"""What nothing has to be converted for, by the dtype's id: each dtype is one object, and slow to hash."""
 
 
 class LocalWork(Work):
@@ -31,13 +34,16 @@ class LocalWork(Work):
         self.nbytes = nbytes
         self.start_s: float | None = None
         self.end_s: float | None = None
-        self._lock = threading.Lock()
-        self._copy: Callable[[], None] | None = None
-        self._after: Work | None = None
-        self._before: LocalWork | None = None
+
+    # Most works are done before anybody sees them, and have none of these.
+    _lock: threading.Lock
+    _copy: Callable[[], None] | None = None
+    _after: Work | None = None
+    _before: LocalWork | None = None
 
     def start(self, copy: Callable[[], None], after: Work | None, before: LocalWork | None) -> None:
         """Once only. ``before`` is the work ahead of it on its lane, if that is not done yet."""
+        self._lock = threading.Lock()
         self._copy, self._after, self._before = copy, after, before
         self.done()
 
@@ -66,6 +72,8 @@ class LocalWork(Work):
 
     def done(self) -> bool:
         """See ``Work``."""
+        if self.end_s is not None:
+            return True
         ahead = (work for work in (self._before, self._after) if work is not None)
         if self.end_s is None and all(work.done() for work in ahead):
             try:
@@ -162,6 +170,12 @@ class LocalCommunicator(Communicator):
         return work
 
     def _check(self, op: str, output: paddle.Tensor, input: paddle.Tensor, wire_dtype: str | None) -> Carried:
+        dtype, shape = output.dtype, output.shape
+        types = _PLAIN.get(id(dtype))
+        if types is not None and wire_dtype is None and len(shape) == 1 and output.is_contiguous():
+            alike = input is output or (input.dtype is dtype and input.shape == shape and input.is_contiguous())
+            if alike:  # as nearly all are; what follows costs five times as much
+                return types
         for tensor in (output,) if input is output else (output, input):
             if tensor.dtype not in ELEMENT_TYPES or len(tensor.shape) != 1 or not tensor.is_contiguous():
                 raise ConfigError(
@@ -183,6 +197,8 @@ class _Copy:
         types: what it is converted to on the way, as if it travelled.
         adds: whether it is added to what the output holds.
     """
+
+    __slots__ = ("_input", "_output", "adds", "numel", "types")
 
     def __init__(self, output: paddle.Tensor, input: paddle.Tensor, types: Carried, adds: bool = False) -> None:
         self.numel = output.shape[0]

@@ -158,15 +158,27 @@ class ShardingV2(DygraphShardingOptimizerV2):
         self._sharding_world_size = self._hcg.get_sharding_parallel_world_size()
         self._sharding_rank = self._hcg.get_sharding_parallel_rank()
         self._parameter_list = sharded._inner._parameter_list
-        self._comm_buffer_list = [BucketView(sharded, buffer) for buffer in sharded.buffers]
-        self._color_to_comm_buffer_list = {-1: self._comm_buffer_list}
+        self._views: list[BucketView] = []
         self.clear_color: set[Any] = set()
-        self.param2bucket = {param.name: [view] for view in self._comm_buffer_list for param in view.params}
 
     def __getattr__(self, item: str) -> Any:
         if item in ("_inner_opt", "_sharded"):  # while a copy is being made
             raise AttributeError(item)
         return getattr(self._inner_opt, item)
+
+    @property
+    def _comm_buffer_list(self) -> list[BucketView]:
+        if not self._views or self._views[0]._stored.arena is not self._sharded._arena:  # other buckets since
+            self._views = [BucketView(self._sharded, buffer) for buffer in self._sharded.buffers]
+        return self._views
+
+    @property
+    def _color_to_comm_buffer_list(self) -> dict[int, list[BucketView]]:
+        return {-1: self._comm_buffer_list}
+
+    @property
+    def param2bucket(self) -> dict[str, list[BucketView]]:
+        return {param.name: [view] for view in self._comm_buffer_list for param in view.params}
 
     @property
     def _slice_params(self) -> dict[str, EagerParamBase]:

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import paddle
 
+from ..assembly import CONTROL
 from ..config import ShardingConfig
 from ..errors import ConfigError
 from ..layout import model_state_bytes
-from ..sharding import CONTROL, LANES, REPLICA_LANES, build
+from ..sharding import LANES, REPLICA_LANES, build
 from ..trace.figures import Groups, step_figures
 from ..trace.spans import Step, Trace
 from .books import Books

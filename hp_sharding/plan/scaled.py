@@ -6,7 +6,6 @@ only the storage is small, and not split: a shard is as long as its bucket.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -14,7 +13,6 @@ import numpy as np
 import paddle
 from paddle import nn
 from paddle.autograd import PyLayer
-from paddle.base import core
 
 from ..layout import ITEM_BYTES, BucketLayout, BucketRules, ParamSpec, Slot, plan_buckets
 from ..pool import StoragePool
@@ -261,6 +259,9 @@ class LedgerPool(StoragePool):
         look: called when a block was given out.
     """
 
+    # What is copied by address has the length of a bucket's true bytes, of which there are not as many here.
+    on_host = False
+
     def __init__(self, scaling: Scaling, look: Callable[[], None]) -> None:
         super().__init__()
         self._scaling = scaling
@@ -271,10 +272,7 @@ class LedgerPool(StoragePool):
         block = self._take(self._scaling.true_bytes(numel, dtype))
         self._look()
         view = np.zeros([numel * ITEM_BYTES[dtype]], np.uint8).view(_STORED[dtype])
-        weakref.finalize(view, self._take_back, weakref.ref(self), block).atexit = False
-        tensor = self._empty[dtype].clone()
-        tensor.get_tensor().set(view, core.CPUPlace(), True)
-        return tensor
+        return self._lend(block, view, dtype)
 
     @staticmethod
     def _make_block(nbytes: int) -> Any:

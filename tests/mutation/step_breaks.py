@@ -238,17 +238,17 @@ WAITS = [
         (played("cleared by hand"),),
     ),
     Break(
-        "reduction.py",
+        "in_flight.py",
         "nobody waits before one more gradient is taken",
-        "            self._timeline.wait(self._in_flight.popleft())",
-        "            self._in_flight.popleft()",
+        "            self._timeline.wait(flight.work)\n",
+        "            pass\n",
         (played("two gradients"),),
     ),
     Break(
-        "reduction.py",
+        "in_flight.py",
         "nobody knows which gradients are still reduced",
-        "            self._in_flight.append(work)\n",
-        "",
+        "        self._flights.append(_Flight(work, storage.hand_over()))\n",
+        "        storage.hand_over()\n",
         (played("two gradients"),),
     ),
     Break(

@@ -13,12 +13,9 @@ import pytest
 from benchmarks import compare, compare_page, compare_report
 from benchmarks.compare_report import Turns
 from benchmarks.course import Course, Schedule
-from benchmarks.peers.contenders import ALONE, COMPARED, in_sets, taking_part
+from benchmarks.peers.contenders import ALONE, COMPARED, OURS, in_sets, taking_part
 from benchmarks.turns import RankTurn
 from tests.harness import REPO_ROOT
-
-_OURS = [name for name in COMPARED if COMPARED[name].is_ours]
-
 
 # -- who takes part ----------------------------------------------------------------------------------------------------
 
@@ -39,26 +36,33 @@ def test_who_is_asked_for_brings_what_its_framework_does_alone() -> None:
     assert taking_part(2, ["torch_ddp", "stage2_all"]) == ["compute", "stage2_all", "torch_alone", "torch_ddp"]
 
 
+def _needed_mb(names: list[str], nranks: int) -> int:
+    return nranks * sum(COMPARED[name].process_mb for name in names)
+
+
 def test_all_are_in_one_set_where_memory_allows() -> None:
     names = taking_part(4)
-    needed_mb = 4 * sum(COMPARED[name].process_mb for name in names)
-    assert in_sets(names, 4, needed_mb) == [names]
-    assert len(in_sets(names, 4, needed_mb - 1)) == 2
+    assert in_sets(names, 4, _needed_mb(names, 4)) == [names]
+    assert len(in_sets(names, 4, _needed_mb(names, 4) - 1)) == 2
 
 
-@pytest.mark.parametrize("available_mb", [100.0, 8000.0, 20000.0, 24000.0])
-def test_every_peer_is_in_one_set_and_ours_are_in_each(available_mb: float) -> None:
+@pytest.mark.parametrize("available_mb", [100.0, 8000.0, 14000.0, 20000.0])
+def test_every_peer_is_in_one_set_with_ours_and_what_its_framework_does_alone(available_mb: float) -> None:
     names = taking_part(4)
-    always = {*_OURS, *ALONE.values()}
     sets = in_sets(names, 4, available_mb)
-    assert all(always <= set(part) for part in sets)
-    peers = [name for part in sets for name in part if name not in always]
-    assert sorted(peers) == sorted(set(names) - always)
-    assert all(part == [name for name in names if name in part] for part in sets)
+    assert all(set(OURS) <= set(part) for part in sets)
+    peers = [name for part in sets for name in part if name not in (*OURS, *ALONE.values())]
+    assert sorted(peers) == sorted(set(names) - {*OURS, *ALONE.values()})
+    for part in sets:
+        assert part == [name for name in names if name in part]
+        frameworks = {COMPARED[name].framework for name in part if name in peers}
+        assert [name for name in ALONE.values() if name in part] == [ALONE[name] for name in frameworks]
+        assert _needed_mb(part, 4) <= available_mb or len(set(part) & set(peers)) == 1
 
 
-def test_without_peers_there_is_one_set() -> None:
-    assert in_sets(["compute", "stage2_all"], 2, 1.0) == [["compute", "stage2_all"]]
+def test_without_peers_of_paddle_there_is_a_set_for_its_alone_all_the_same() -> None:
+    names = taking_part(2, ["stage2_all", "torch_ddp"])
+    assert in_sets(names, 2, 1.0) == [["compute", "stage2_all"], ["stage2_all", "torch_alone", "torch_ddp"]]
 
 
 def test_who_measures_knows_no_framework() -> None:
@@ -132,6 +136,9 @@ def test_over_several_sets_ours_are_pooled_and_peers_compared_within_theirs() ->
     assert cell["rows"]["stage2_all"]["ratio"] == pytest.approx(1.1)
     assert cell["rows"]["sharding_v1_all"]["ratio"] == pytest.approx(0.9)
     assert cell["faster_than_ours"] == {"stage2_all": ["sharding_v1_all"]}
+    no_alone = _turns(stage2_all=330.0, torch_alone=100.0, torch_ddp=250.0)
+    row = _cell(fast, no_alone)["rows"]["stage2_all"]
+    assert (row["step_ms"], row["ratio"]) == pytest.approx((220.0, 1.1))
     assert cell["sets"] == [["compute", "stage2_all", "data_parallel"], ["compute", "stage2_all", "sharding_v1_all"]]
 
 

@@ -10,8 +10,9 @@ import pytest
 from paddle import nn
 from paddle.base.framework import EagerParamBase
 
-from hp_sharding.buffer import BufferPlace, FusedCommBuffer, GradientStorage, Status
+from hp_sharding.buffer import BufferPlace, FusedCommBuffer, Status
 from hp_sharding.errors import CommError, LayoutError, StateError
+from hp_sharding.gradient_storage import GradientStorage
 from hp_sharding.layout import BucketLayout, BucketRules, ParamSpec, plan_buckets
 from tests.fakes import PoisoningPool, WaitingLane, values
 

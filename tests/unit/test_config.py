@@ -35,6 +35,7 @@ def test_defaults() -> None:
         "comm_buffer_size_MB": 25,
         "replicate_buffer_size_MB": 25,
         "prefetch_depth": None,
+        "tuning_budget_MB": None,
         "reshard_after_step": None,
         "reshard_after_forward": True,
         "units": "auto",
@@ -109,10 +110,11 @@ _BAD = {
     "check_nan_inf": [True, None, "on", "Raise", 1],
     "reshard_after_step": [1, "no", 0.0],
     "reshard_after_forward": [1, "no", None, [_LayerLike], {1: True}, {"head": 1}, {_LayerLike: None}],
-    "comm_buffer_size_MB": _BAD_SIZES,
+    "comm_buffer_size_MB": [*_BAD_SIZES, "Auto", "25"],
+    "tuning_budget_MB": [value for value in _BAD_SIZES if value is not None] + ["auto"],
     "replicate_buffer_size_MB": _BAD_SIZES,
     "timeout_s": _BAD_SIZES,
-    "prefetch_depth": [True, -1, 1.5, 1.0, "1"],
+    "prefetch_depth": [True, -1, 1.5, 1.0, "1", "all"],
     "units": ["layers", [], None, _LayerLike, [int], [_LayerLike()], ["Linear"], {_LayerLike}],
     "gradient_scale": [*_NOT_A_NUMBER, 0, -1.0, "max", float("nan"), float("inf"), np.array([1.0, 2.0])],
 }
@@ -199,6 +201,8 @@ def test_stage_3_looks_one_unit_ahead_unless_told_otherwise() -> None:
         ({"stage": 3, "reshard_after_step": False}, "reshard_after_step=False contradicts stage=3"),
         ({"stage": 2, "reshard_after_forward": False}, "stage 3 only"),
         ({"stage": 1, "reshard_after_forward": {"head": False}}, "stage 3 only"),
+        ({"comm_buffer_size_MB": "auto", "comm_fusion": False}, "contradicts comm_fusion=False"),
+        ({"tuning_budget_MB": 50}, "nothing is tuned"),
     ],
 )
 def test_contradictions_are_refused(settings: dict[str, Any], words: str) -> None:
@@ -236,3 +240,24 @@ def test_needs_no_paddle() -> None:
         "import hp_sharding.config; sys.exit('paddle' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_auto_begins_with_the_defaults() -> None:
+    asked = ShardingConfig(stage=3, allgather_overlap=True, comm_buffer_size_MB="auto", prefetch_depth="auto")
+    assert (asked.tunes, asked.units_ahead, asked.comm_buffer_bytes) == (True, 1, 25 * MB)
+    begun = ShardingConfig(stage=3, allgather_overlap=True, comm_buffer_size_MB=25)
+    assert asked.begun() == begun
+    assert begun.begun() is begun
+    assert not begun.tunes
+    assert ShardingConfig(prefetch_depth="auto", tuning_budget_MB=7, reshard_after_step=True).begun() == ShardingConfig(
+        reshard_after_step=True
+    )
+
+
+def test_an_automatic_prefetch_depth_without_effect_warns(caplog: pytest.LogCaptureFixture) -> None:
+    config_module._warn_prefetch_depth_unused.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="hp_sharding"):
+        ShardingConfig(prefetch_depth="auto", allgather_overlap=True, reshard_after_step=True)
+        assert not caplog.records
+        ShardingConfig(prefetch_depth="auto", allgather_overlap=True)
+    assert "prefetch_depth has no effect" in caplog.text

@@ -115,4 +115,8 @@ def test_the_first_recorded_step_knows_what_is_held(n_steps_before: int) -> None
     for _ in range(n_steps_before):
         train_step(rig.model, rig.optimizer)
     first, second = (step.figures["peak_bytes"] for step in record(rig).steps)
-    assert first == second > 0
+    # The pool may take a little more once the orders have been learned, but the moments are far larger.
+    layouts = [buffer.layout for buffer in rig.optimizer.buffers]
+    spare = min(layout.gradient_nbytes for layout in layouts)
+    assert rig.optimizer.memory_report()["moments_bytes"] > spare
+    assert 0 < second - spare <= first <= second

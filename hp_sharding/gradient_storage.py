@@ -1,0 +1,140 @@
+"""The full gradient of one bucket, while there is one: where autograd's gradients are put until they are reduced."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import paddle
+from paddle.base.framework import EagerParamBase
+
+from .comm import add_into, cast_into
+from .config import SHORT_DTYPES
+from .layout import ITEM_BYTES
+from .views import point_at, slot_views
+
+if TYPE_CHECKING:
+    from .layout import BucketLayout
+    from .pool import StoragePool
+
+
+class Used(NamedTuple):
+    """A flat tensor of ``numel`` elements of ``dtype`` that held a gradient, and that nobody reads any more."""
+
+    tensor: paddle.Tensor
+    numel: int
+    dtype: str
+
+
+class GradientStorage:
+    """The full gradient of one bucket: a flat tensor that exists from its first gradient until it has been reduced.
+
+    It is of ``layout.dtypes.gradient``, which may be wider than what autograd gives.
+
+    The padding holds zero whenever the storage is allocated, so that sums over the whole flat tensor are sums over the
+    gradients.
+
+    Attributes:
+        full: the flat gradient, or None.
+        filled: for each parameter, whether it holds a gradient.
+        wire_dtype: what it is rounded to on its way; None for nothing else than it is of.
+    """
+
+    def __init__(self, layout: BucketLayout, params: Sequence[EagerParamBase], pool: StoragePool) -> None:
+        self.full: paddle.Tensor | None = None
+        self.filled = [False] * len(params)
+        dtypes = layout.dtypes
+        self.wire_dtype = None if dtypes.reduce == dtypes.gradient else dtypes.reduce
+        self._numel = layout.numel
+        self._slots = layout.slots
+        self._shapes = [list(param.shape) for param in params]
+        self._pool = pool
+        self._name = dtypes.gradient
+        self._dtype = getattr(paddle, self._name)
+        self._is_wide = self._name not in SHORT_DTYPES
+        itemsize = ITEM_BYTES[self._name]
+        # By address and in bytes: each of Paddle's views costs as much as all the rest for a bucket.
+        self._places = [(slot.offset_numel * itemsize, slot.numel * itemsize) for slot in layout.slots]
+        self._gaps = layout.gaps()
+        self._address = 0
+        self._views: dict[int, paddle.Tensor] = {}
+
+    def alloc(self, used: Used | None = None) -> None:
+        """Takes storage; its parameters' content is undefined until ``put``, its padding zero.
+
+        Args:
+            used: is taken where it fits.
+        """
+        assert self.full is None
+        if used is not None and used.numel == self._numel and used.dtype == self._name:
+            self.full = used.tensor
+            self._pool.spoil(self.full)
+        else:
+            self.full = self._pool.alloc(self._numel, self._name)
+        self._address = self.full.data_ptr()
+        if self._gaps:
+            self._pool.zero(self.full, self._gaps)
+
+    def put(self, index: int, gradient: paddle.Tensor) -> None:
+        """Copies parameter ``index``'s gradient in, or adds it to what is there. ``gradient`` is only read."""
+        plain = self._is_wide and gradient.dtype is self._dtype
+        adds = self.filled[index]
+        self.filled[index] = True
+        if plain and not adds and self._pool.on_host and gradient.is_contiguous():
+            start_bytes, nbytes = self._places[index]
+            ctypes.memmove(self._address + start_bytes, gradient.data_ptr(), nbytes)
+            return
+        # Where gradients are differentiated in their turn, autograd must not record this.
+        gradient = gradient.detach()
+        if not gradient.is_contiguous():
+            gradient = gradient.contiguous()
+        place = self._place(index)
+        if adds:
+            place.add_(gradient) if plain else add_into(place, gradient)
+        else:
+            place.copy_(gradient, False) if plain else cast_into(place, gradient)
+
+    def view(self, index: int) -> paddle.Tensor:
+        """A new tensor object over parameter ``index``'s gradient, of its shape."""
+        assert self.full is not None
+        view = paddle.empty([0], self._name)
+        point_at(slot_views(self.full, [self._slots[index]], [self._shapes[index]]), [view])
+        return view
+
+    def holds(self, index: int, tensor: paddle.Tensor) -> bool:
+        """Whether ``tensor`` already is parameter ``index``'s place in this storage."""
+        return self.full is not None and tensor.data_ptr() == self._address + self._places[index][0]
+
+    def fill_missing(self) -> None:
+        """Zeros for every parameter that has no gradient."""
+        if all(self.filled):
+            return
+        assert self.full is not None
+        slots = [slot for slot, filled in zip(self._slots, self.filled, strict=True) if not filled]
+        self._pool.zero(self.full, [(slot.offset_numel, slot.end_numel) for slot in slots])
+
+    def reset(self) -> None:
+        """Forgets all gradients and keeps the storage."""
+        self.filled = [False] * len(self.filled)
+
+    def free(self) -> None:
+        """Lets go of the storage and of all gradients; a collective that reads it keeps it alive until it is done."""
+        self.full = None
+        self._views.clear()
+        self.reset()
+
+    def hand_over(self) -> Used | None:
+        """As ``free``, while a collective reads the storage. Returns what is there for others once that is done.
+
+        None on a device, which has an allocator that is asked for memory at little cost.
+        """
+        assert self.full is not None
+        used = Used(self.full, self._numel, self._name) if self._pool.on_host else None
+        self.free()
+        return used
+
+    def _place(self, index: int) -> paddle.Tensor:
+        if index not in self._views:
+            self._views[index] = self.view(index)
+        return self._views[index]
