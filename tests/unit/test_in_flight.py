@@ -72,12 +72,17 @@ def test_nobody_sees_what_was_there() -> None:
 
 def test_a_bucket_of_another_size_takes_its_own() -> None:
     rig = Rig(100, 300)
-    first = rig.fill(0, 1.0)
+    rig.fill(0, 1.0)
     rig.send(0)
     rig.lane.deliver(rig.in_flight._flights[0].work)  # type: ignore[arg-type]
-    assert rig.fill(1, 2.0) != first
+    rig.fill(1, 2.0)
     assert rig.storages[1].full is not None
     assert rig.storages[1].full.shape == rig.outputs[1].shape
+    rig.send(1)
+    rig.lane.deliver(rig.in_flight._flights[0].work)  # type: ignore[arg-type]
+    held = rig.pool.allocated_bytes
+    rig.fill(0, 1.0)
+    assert rig.pool.allocated_bytes == held, "both blocks were free when the pool was asked"
 
 
 def test_what_a_failed_reduction_may_still_read_is_left_alone() -> None:
