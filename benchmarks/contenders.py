@@ -13,6 +13,31 @@ if TYPE_CHECKING:
     from benchmarks.gpt import Shape
 
 
+SHARD_RANKS = 2
+"""Ranks among which a replica is sharded."""
+
+
+class PaddleMemory:
+    """What is allocated through Paddle on the host, in units of 2**20 bytes."""
+
+    def reset_peak(self) -> None:
+        """From now on only what is allocated then counts in ``peak_mb()``."""
+        self._stat("reset_peak")
+
+    def live_mb(self) -> float:
+        """What is allocated now."""
+        return self._stat("current") / 2**20
+
+    def peak_mb(self) -> float:
+        """The most that was allocated at one time."""
+        return self._stat("peak") / 2**20
+
+    def _stat(self, which: str) -> int:
+        from paddle.base import core
+
+        return getattr(core, f"host_memory_stat_{which}_value")("Allocated", 0) or 0
+
+
 @dataclass
 class Trainee:
     """A model that is ready to be trained on one rank.
@@ -22,6 +47,7 @@ class Trainee:
         optimizer: what has ``step`` and ``clear_grad``.
         drain: returns when no communication of this rank is under way.
         timeline: hp_sharding's record of the steps; None for the others.
+        memory: what the framework has allocated; None where it keeps no record.
         probe: looks into each step, see ``benchmarks.probe``; None where nobody asked for it.
     """
 
@@ -29,6 +55,7 @@ class Trainee:
     optimizer: Any
     drain: Callable[[], None] = field(default=lambda: None)
     timeline: Any = None
+    memory: PaddleMemory | None = field(default_factory=PaddleMemory)
     probe: Any = None
 
 
@@ -53,12 +80,9 @@ class Contender:
     loss_tolerance: float = 1e-5
 
 
-SHARD_RANKS = 2
-"""Ranks among which a replica is sharded."""
-
-
-def _degrees(world: int) -> dict[str, int]:
-    return {"dp_degree": world // SHARD_RANKS, "sharding_degree": SHARD_RANKS}
+def _degrees(world: int, shard_ranks: int | None) -> dict[str, int]:
+    shard_ranks = shard_ranks or world
+    return {"dp_degree": world // shard_ranks, "sharding_degree": shard_ranks}
 
 
 def _compute_alone(shape: Shape, _: Flags) -> Trainee:
@@ -68,7 +92,9 @@ def _compute_alone(shape: Shape, _: Flags) -> Trainee:
     return Trainee(model, build_optimizer(model))
 
 
-def _ours(**flags: Any) -> Callable[[Shape, Flags], Trainee]:
+def ours(*, shard_ranks: int | None = SHARD_RANKS, **flags: Any) -> Callable[[Shape, Flags], Trainee]:
+    """hp_sharding with these ``hp_sharding_configs``, each replica sharded over ``shard_ranks``; None: over all."""
+
     def build(shape: Shape, more: Flags) -> Trainee:
         import paddle
 
@@ -76,7 +102,7 @@ def _ours(**flags: Any) -> Callable[[Shape, Flags], Trainee]:
         from hp_sharding import fleet
 
         strategy = fleet.DistributedStrategy()
-        strategy.hybrid_configs = _degrees(paddle.distributed.get_world_size())
+        strategy.hybrid_configs = _degrees(paddle.distributed.get_world_size(), shard_ranks)
         strategy.hp_sharding_configs = {"timeline": True, **flags, **more}
         fleet.init(is_collective=True, strategy=strategy)
         model = fleet.distributed_model(build_model(shape))
@@ -105,50 +131,56 @@ def _data_parallel(shape: Shape, _: Flags) -> Trainee:
     return Trainee(model, build_optimizer(model))
 
 
-def _sharding_v1(shape: Shape, _: Flags) -> Trainee:
-    import paddle
-    from paddle.distributed import fleet
+def sharding_v1(*, shard_ranks: int | None = SHARD_RANKS) -> Callable[[Shape, Flags], Trainee]:
+    """Paddle's own ``DygraphShardingOptimizer``, each replica sharded over ``shard_ranks``; None: over all."""
 
-    from benchmarks.gpt import build_model, build_optimizer
-    from hp_sharding.comm import collision_free_groups
+    def build(shape: Shape, _: Flags) -> Trainee:
+        import paddle
+        from paddle.distributed import fleet
 
-    strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = _degrees(paddle.distributed.get_world_size())
-    with collision_free_groups():
-        fleet.init(is_collective=True, strategy=strategy)
-    model = fleet.distributed_model(build_model(shape))
-    return Trainee(model, fleet.distributed_optimizer(build_optimizer(model)))
+        from benchmarks.gpt import build_model, build_optimizer
+        from hp_sharding.comm import collision_free_groups
+
+        strategy = fleet.DistributedStrategy()
+        strategy.hybrid_configs = _degrees(paddle.distributed.get_world_size(), shard_ranks)
+        with collision_free_groups():
+            fleet.init(is_collective=True, strategy=strategy)
+        model = fleet.distributed_model(build_model(shape))
+        return Trainee(model, fleet.distributed_optimizer(build_optimizer(model)))
+
+    return build
 
 
 _SHORT_TOLERANCE = 0.01
 """bfloat16 keeps eight bits: each rounding is off by up to 0.4 %."""
-_OVERLAP: Flags = {"allgather_overlap": True, "reduce_overlap": True}
+OVERLAP: Flags = {"allgather_overlap": True, "reduce_overlap": True}
+"""What hides the communication."""
 
 CONTENDERS = {
     "compute": Contender("compute alone", _compute_alone, trains_alone=True),
-    "stage2": Contender("hp_sharding stage 2, no overlap", _ours(stage=2)),
-    "stage2_overlap": Contender("hp_sharding stage 2, overlap", _ours(stage=2, **_OVERLAP)),
+    "stage2": Contender("hp_sharding stage 2, no overlap", ours(stage=2)),
+    "stage2_overlap": Contender("hp_sharding stage 2, overlap", ours(stage=2, **OVERLAP)),
     "gather_bf16": Contender(
         "hp_sharding stage 2, 16-bit gathers",
-        _ours(stage=2, gather_dtype="bfloat16", **_OVERLAP),
+        ours(stage=2, gather_dtype="bfloat16", **OVERLAP),
         loss_tolerance=_SHORT_TOLERANCE,
     ),
     "both_bf16": Contender(
         "hp_sharding stage 2, 16-bit both",
-        _ours(stage=2, gather_dtype="bfloat16", reduce_dtype="bfloat16", **_OVERLAP),
+        ours(stage=2, gather_dtype="bfloat16", reduce_dtype="bfloat16", **OVERLAP),
         loss_tolerance=_SHORT_TOLERANCE,
     ),
-    "per_parameter": Contender("the same, per parameter", _ours(stage=2, comm_fusion=False, **_OVERLAP)),
-    "stage1_overlap": Contender("hp_sharding stage 1, overlap", _ours(stage=1, **_OVERLAP)),
-    "stage3": Contender("hp_sharding stage 3, no overlap", _ours(stage=3)),
-    "stage3_overlap": Contender("hp_sharding stage 3, overlap", _ours(stage=3, **_OVERLAP)),
+    "per_parameter": Contender("the same, per parameter", ours(stage=2, comm_fusion=False, **OVERLAP)),
+    "stage1_overlap": Contender("hp_sharding stage 1, overlap", ours(stage=1, **OVERLAP)),
+    "stage3": Contender("hp_sharding stage 3, no overlap", ours(stage=3)),
+    "stage3_overlap": Contender("hp_sharding stage 3, overlap", ours(stage=3, **OVERLAP)),
     "stage3_bf16": Contender(
         "hp_sharding stage 3, 16-bit gathers",
-        _ours(stage=3, gather_dtype="bfloat16", **_OVERLAP),
+        ours(stage=3, gather_dtype="bfloat16", **OVERLAP),
         loss_tolerance=_SHORT_TOLERANCE,
     ),
     "data_parallel": Contender("Paddle DataParallel", _data_parallel),
-    "sharding_v1": Contender("Paddle sharding V1", _sharding_v1),
+    "sharding_v1": Contender("Paddle sharding V1", sharding_v1()),
 }
 """By their names on the command line, in the order in which they take turns."""
 

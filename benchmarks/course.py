@@ -95,15 +95,21 @@ class Course:
 
 
 def run(
-    contenders: Sequence[str], seating: Sequence[Seat], *, command: Callable[[str], list[str]], schedule: Schedule
+    contenders: Sequence[str],
+    seating: Sequence[Seat],
+    *,
+    command: Callable[[str], list[str]],
+    schedule: Schedule,
+    before_round: Callable[[int], None] = lambda number: None,
 ) -> Course:
     """Starts the contenders' processes, has them take turns, and ends them.
 
     Args:
         contenders: their names.
         seating: where each rank runs; the same for all contenders.
-        command: arguments after the interpreter with which a rank of a contender starts.
+        command: with which a rank of a contender starts, interpreter included.
         schedule: how much is measured.
+        before_round: called with the number of each round, from 0.
 
     Raises:
         RankFailed: a process ended or hung.
@@ -112,11 +118,12 @@ def run(
     try:
         for name in contenders:
             _say(f"starting: {CONTENDERS[name].title}")
-            groups.append(Group(name, command(name), seating, _machine_environment()))
+            groups.append(Group(name, command(name), seating, machine_environment()))
             groups[-1].await_ready()
         course = Course(groups, nranks=len(seating), schedule=schedule)
         course.set_up()
         for number in range(schedule.rounds):
+            before_round(number)
             course.go_round(f"round {number + 1} of {schedule.rounds}")
         return course
     finally:
@@ -125,7 +132,7 @@ def run(
             group.end()
 
 
-def _machine_environment() -> dict[str, str]:
+def machine_environment() -> dict[str, str]:
     """One thread a rank, and Paddle's MKL told not to pick slow kernels on AMD. Before Paddle is imported."""
     environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     cpuinfo = Path("/proc/cpuinfo")

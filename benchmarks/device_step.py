@@ -179,7 +179,7 @@ def _run(options: argparse.Namespace, contenders: list[str], pace: standin.Pace,
 
 
 def _rank_command(options: argparse.Namespace, name: str, pace: standin.Pace) -> list[str]:
-    command = ["-m", "benchmarks.device_step", "--as-rank", name]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.device_step", "--as-rank", name]
     command += ["--latency-ms", str(pace.latency_ms), "--bandwidth-mb-s", str(pace.bandwidth_mb_s)]
     command += ["--buffer-mb", str(options.buffer_mb), "--replicate-mb", str(options.replicate_mb)]
     command += ["--modelled-compute", str(options.modelled_compute)] if options.modelled_compute else []

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
-import numpy as np
 import paddle
 import paddle.nn.functional as F
 
+from benchmarks.shape import Shape, draw_codes
 
-class Shape(NamedTuple):
-    """Sizes of the model and of one rank's batch."""
-
-    layers: int = 8
-    width: int = 512
-    heads: int = 8
-    context: int = 128
-    vocabulary: int = 1024
-    batch: int = 4
+__all__ = ["GPT", "Batches", "Block", "Shape", "build_model", "build_optimizer"]
 
 
 class Block(paddle.nn.Layer):
@@ -84,10 +75,8 @@ def build_optimizer(model: paddle.nn.Layer) -> paddle.optimizer.AdamW:
 class Batches:
     """One rank's batches: few, random, and the same in every run; they come round again and again."""
 
-    def __init__(self, shape: Shape, rank: int, count: int = 4) -> None:
-        random = np.random.default_rng([7, rank])
-        codes = random.integers(0, shape.vocabulary, [count, shape.batch, shape.context + 1])
-        self._codes = [paddle.to_tensor(batch) for batch in codes]
+    def __init__(self, shape: Shape, rank: int) -> None:
+        self._codes = [paddle.to_tensor(batch) for batch in draw_codes(shape, rank)]
         self._next = 0
 
     def draw(self) -> tuple[paddle.Tensor, paddle.Tensor]:

@@ -40,11 +40,13 @@ class Host:
         name: the namespace, None for the machine itself.
         address: IPv4 address at which the other hosts reach it.
         interface: what Gloo is to use.
+        ends: of its cable, the namespace and the interface of each; none for the machine itself.
     """
 
     name: str | None
     address: str
     interface: str
+    ends: tuple[tuple[str, str], ...] = ()
 
     def command(self, argv: Sequence[str], *, core: int | None = None) -> list[str]:
         """The command line that runs ``argv`` here, on one core if ``core`` says which."""
@@ -89,18 +91,21 @@ def shaped(nhosts: int, *, rate_mbit: int = RATE_MBIT) -> Iterator[list[Host]]:
     """
     prefix = f"hps-{secrets.token_hex(3)}"
     switch = f"{prefix}-switch"
-    hosts = [Host(f"{prefix}-{index}", f"{_SUBNET}.{index + 1}", "eth0") for index in range(nhosts)]
+    names = [f"{prefix}-{index}" for index in range(nhosts)]
+    ends = [((name, "eth0"), (switch, f"port{index}")) for index, name in enumerate(names)]
+    hosts = [Host(name, f"{_SUBNET}.{index + 1}", "eth0", ends[index]) for index, name in enumerate(names)]
     made: list[str] = []
     # Unlike an interrupt from the keyboard, this signal would end Python without the clean-up below.
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        for name in (switch, *(str(host.name) for host in hosts)):
+        for name in (switch, *names):
             _ip("netns", "add", name)
             made.append(name)
         _ip("-n", switch, "link", "add", "bridge0", "type", "bridge")
         _ip("-n", switch, "link", "set", "bridge0", "up")
-        for index, host in enumerate(hosts):
-            _join(switch, f"port{index}", host, rate_mbit)
+        for host in hosts:
+            _join(host)
+        set_rate(hosts, rate_mbit, action="add")
         yield hosts
     finally:
         # The interfaces and the bridge go with their namespaces.
@@ -115,16 +120,21 @@ def loopback(nhosts: int) -> Iterator[list[Host]]:
     yield [Host(None, "127.0.0.1", "lo")] * nhosts
 
 
-def _join(switch: str, port: str, host: Host, rate_mbit: int) -> None:
-    name = str(host.name)
+def set_rate(hosts: Sequence[Host], rate_mbit: int, *, action: str = "change") -> None:
+    """Gives the links of ``shaped`` another speed, also while something runs over them."""
+    for host in hosts:
+        for namespace, interface in host.ends:
+            _run("tc", "-n", namespace, "qdisc", action, "dev", interface, "root", "tbf", *_shape(rate_mbit))
+
+
+def _join(host: Host) -> None:
+    (name, _), (switch, port) = host.ends
     _ip("link", "add", host.interface, "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
     _ip("-n", switch, "link", "set", port, "master", "bridge0")
     _ip("-n", switch, "link", "set", port, "up")
     _ip("-n", name, "address", "add", f"{host.address}/24", "dev", host.interface)
     _ip("-n", name, "link", "set", host.interface, "up")
     _ip("-n", name, "link", "set", "lo", "up")
-    for namespace, interface in ((name, host.interface), (switch, port)):
-        _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", *_shape(rate_mbit))
 
 
 def _shape(rate_mbit: int) -> list[str]:

@@ -12,6 +12,7 @@ Paddle is the cost of the hooks, the states and the calls, for each layer. Steps
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import operator
@@ -23,7 +24,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from unittest import mock
 
 from benchmarks.quiet import Meter, await_quiet
 
@@ -46,20 +46,31 @@ _OVERLAPS = {"allgather_overlap": True, "reduce_overlap": True}
 
 
 class Row(NamedTuple):
-    """One way of training: the optimizer, and flags for ``ShardingConfig``; None for plain Paddle."""
+    """One way of training.
+
+    Attributes:
+        title: for the table.
+        optimizer: Paddle's class.
+        flags: for ``ShardingConfig``; None for plain Paddle.
+        recorded: steps of it have been recorded before, and the timeline is off again.
+    """
 
     title: str
     optimizer: str
     flags: dict[str, Any] | None
+    recorded: bool = False
 
 
 ROWS = {
     "plain_sgd": Row("plain Paddle, SGD", "SGD", None),
     "stage2_overlap": Row("stage 2, overlap", "SGD", {"stage": 2, **_OVERLAPS}),
+    "stage2_recorded": Row("stage 2, overlap, timeline off again", "SGD", {"stage": 2, **_OVERLAPS}, recorded=True),
     "stage2_timeline": Row("stage 2, overlap, timeline on", "SGD", {"stage": 2, **_OVERLAPS, "timeline": True}),
     "stage2": Row("stage 2, no overlap", "SGD", {"stage": 2}),
     "reshard": Row("stage 2, overlap, reshard_after_step", "SGD", {**_OVERLAPS, "reshard_after_step": True}),
     "stage3_overlap": Row("stage 3, overlap", "SGD", {"stage": 3, **_OVERLAPS}),
+    "stage3_recorded": Row("stage 3, overlap, timeline off again", "SGD", {"stage": 3, **_OVERLAPS}, recorded=True),
+    "stage3_timeline": Row("stage 3, overlap, timeline on", "SGD", {"stage": 3, **_OVERLAPS, "timeline": True}),
     "stage1_overlap": Row("stage 1, overlap", "SGD", {"stage": 1, **_OVERLAPS}),
     "plain_adamw": Row("plain Paddle, AdamW", "AdamW", None),
     "adamw_stage2_overlap": Row("stage 2, overlap, AdamW", "AdamW", {"stage": 2, **_OVERLAPS}),
@@ -134,6 +145,7 @@ class Trainee:
         self._schedule: Any = None
         if row.flags is not None:
             self._shard(row.flags)
+        self._records = row.recorded
 
     def _shard(self, flags: dict[str, Any]) -> None:
         from hp_sharding import ShardingConfig, backward, sharding
@@ -143,8 +155,7 @@ class Trainee:
         config = ShardingConfig(comm_buffer_size_MB=BUCKET_BYTES / 2**20, **flags)
         # ``shard()`` would see that there is one rank and leave everything to plain Paddle.
         lanes: dict[str, Communicator] = {name: LocalCommunicator(name, (0,)) for name in sharding.LANES}
-        with mock.patch.object(sharding, "plan_buckets", _plan_unmerged):
-            self._optimizer = sharding.build(self._model, self._optimizer, config, lanes=lanes)
+        self._optimizer = sharding.build(self._model, self._optimizer, config, lanes=lanes, lay_out=_plan_unmerged)
         assert len(self._optimizer.buffers) == LAYERS
         self._schedule = self._optimizer._schedule
         backward.detach(self._schedule)
@@ -157,7 +168,8 @@ class Trainee:
             # Every wrapped model is told of every backward of the process; those of others would count here too.
             backward.attach(self._schedule)
         try:
-            self._step()
+            with self._optimizer.timeline.record(steps=1) if self._records else contextlib.nullcontext():
+                self._step()
             return [self._step() for _ in range(steps)]
         finally:
             if self._schedule is not None:

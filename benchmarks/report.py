@@ -69,7 +69,9 @@ def row(turns: list[list[RankTurn]], compute: list[list[RankTurn]] | None) -> di
 
 
 def _medians(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(one[name] for one in found) for name in found[0]}
+    """Of what is a number; tables within have no median."""
+    numbers = [name for name, value in found[0].items() if isinstance(value, (int, float))]
+    return {name: statistics.median(one[name] for one in found) for name in numbers}
 
 
 def _all_steps(turns: list[list[RankTurn]]) -> list[float]:
@@ -86,7 +88,7 @@ def compare_losses(losses: dict[str, list[list[float]]]) -> dict[str, Any]:
     if not together:
         return {}
     reference = losses[together[0]]
-    differences = {name: _largest_difference(losses[name], reference) for name in together[1:]}
+    differences = {name: largest_difference(losses[name], reference) for name in together[1:]}
     return {
         "reference": together[0],
         "largest_relative_difference": differences,
@@ -96,7 +98,8 @@ def compare_losses(losses: dict[str, list[list[float]]]) -> dict[str, Any]:
     }
 
 
-def _largest_difference(losses: list[list[float]], reference: list[list[float]]) -> float:
+def largest_difference(losses: list[list[float]], reference: list[list[float]]) -> float:
+    """Relative to the reference, over the steps that both have made; each a list over ranks of lists over steps."""
     pairs = [pair for ranks in zip(losses, reference, strict=True) for pair in zip(*ranks, strict=False)]
     return max(abs(loss - other) / abs(other) for loss, other in pairs)
 

@@ -145,7 +145,7 @@ def _measure(options: argparse.Namespace, *, rate_mbit: int | None) -> dict[str,
 
 
 def _rank_command(options: argparse.Namespace, name: str) -> list[str]:
-    command = ["-m", "benchmarks.step", "--as-rank", name]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.step", "--as-rank", name]
     command += ["--buffer-mb", str(options.buffer_mb), "--replicate-mb", str(options.replicate_mb)]
     command += ["--experiment", options.experiment] if options.experiment else []
     return [*command, "--quick"] if options.quick else command

@@ -12,7 +12,6 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -55,6 +54,7 @@ class RankTurn:
         turn_cpu_s: processor time of all threads over the whole turn.
         live_mb: what is allocated through Paddle after the last timed step, in units of 2**20 bytes.
         peak_mb: the most that was allocated during the timed steps.
+        resident_mb: memory of the process that it does not share with others, after the last timed step.
         timeline: medians over the timed steps, from hp_sharding's own record; empty for the others.
         parts: what ``Trainee.probe`` found; empty where there is none.
     """
@@ -67,6 +67,7 @@ class RankTurn:
     turn_cpu_s: float = 0.0
     live_mb: float = 0.0
     peak_mb: float = 0.0
+    resident_mb: float = 0.0
     timeline: dict[str, float] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)
 
@@ -76,11 +77,11 @@ class RankFailed(RuntimeError):
 
 
 class Group:
-    """The processes of one contender, one a rank. They import Paddle at once and set up when told to.
+    """The processes of one contender, one a rank. They import their framework at once and set up when told to.
 
     Args:
         name: the contender's.
-        argv: arguments after the interpreter; ``--pipe FD`` is added.
+        argv: the command, interpreter included; ``--pipe FD`` is added.
         seating: where each rank runs.
         environment: more variables for all ranks.
     """
@@ -96,7 +97,7 @@ class Group:
     def _start(self, rank: int, argv: Sequence[str], seat: Seat, environment: dict[str, str]) -> None:
         ours, theirs = connection.Pipe()
         fd = theirs.fileno()
-        command = seat.host.command([sys.executable, "-W", "ignore", *argv, "--pipe", str(fd)], core=seat.core)
+        command = seat.host.command([*argv, "--pipe", str(fd)], core=seat.core)
         with theirs, self._log(rank).open("wb") as log:
             self._processes.append(
                 subprocess.Popen(
@@ -106,7 +107,7 @@ class Group:
         self._pipes.append(ours)
 
     def await_ready(self) -> None:
-        """Waits until every rank has imported Paddle."""
+        """Waits until every rank has imported its framework."""
         self._collect(_READY_TIMEOUT_S)
         self._signal(signal.SIGSTOP)
 
@@ -202,13 +203,12 @@ def _train(trainee: Trainee, batches: Batches, turn: Turn) -> RankTurn:
 
 
 def _time_steps(trainee: Trainee, batches: Batches, n_steps: int, report: RankTurn) -> None:
-    from paddle.base import core
-
     if trainee.timeline is not None:
         trainee.timeline.steps.clear()
     if trainee.probe is not None:
         trainee.probe.begin()
-    core.host_memory_stat_reset_peak_value("Allocated", 0)
+    if trainee.memory is not None:
+        trainee.memory.reset_peak()
     before = time.process_time(), time.thread_time()
     for _ in range(n_steps):
         marks_s = _step(trainee, batches, report)
@@ -216,8 +216,16 @@ def _time_steps(trainee: Trainee, batches: Batches, n_steps: int, report: RankTu
             trainee.probe.end_step(marks_s)
     report.cpu_ms = (time.process_time() - before[0]) * 1e3 / n_steps
     report.main_cpu_ms = (time.thread_time() - before[1]) * 1e3 / n_steps
-    report.live_mb = core.host_memory_stat_current_value("Allocated", 0) / 2**20
-    report.peak_mb = core.host_memory_stat_peak_value("Allocated", 0) / 2**20
+    if trainee.memory is not None:
+        report.live_mb, report.peak_mb = trainee.memory.live_mb(), trainee.memory.peak_mb()
+    report.resident_mb = _resident_mb()
+
+
+def _resident_mb() -> float:
+    """Of this process alone; what is mapped from files, such as code, counts once for all and so not here."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) / 1024
 
 
 def _step(trainee: Trainee, batches: Batches, report: RankTurn) -> list[float]:

@@ -13,15 +13,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .buffer import FusedCommBuffer, Status
-from .checkpoint import latest_checkpoint, load, load_full, save, save_full
-from .config import ShardingConfig
-from .errors import CheckpointError, CommError, ConfigError, HpShardingError, LayoutError, StateError
-from .optimizer import ShardedOptimizer
-from .sharding import full_parameters, shard
-
 if TYPE_CHECKING:
     from . import fleet, timeline
+    from .buffer import FusedCommBuffer, Status
+    from .checkpoint import latest_checkpoint, load, load_full, save, save_full
+    from .config import ShardingConfig
+    from .errors import CheckpointError, CommError, ConfigError, HpShardingError, LayoutError, StateError
+    from .optimizer import ShardedOptimizer
+    from .sharding import full_parameters, shard
 
 __all__ = [
     "CheckpointError",
@@ -47,9 +46,29 @@ __all__ = [
 
 __version__ = "0.1.0"
 
+_MODULES = ("fleet", "timeline")
+_HOMES = {
+    "buffer": ("FusedCommBuffer", "Status"),
+    "checkpoint": ("latest_checkpoint", "load", "load_full", "save", "save_full"),
+    "config": ("ShardingConfig",),
+    "errors": ("CheckpointError", "CommError", "ConfigError", "HpShardingError", "LayoutError", "StateError"),
+    "optimizer": ("ShardedOptimizer",),
+    "sharding": ("full_parameters", "shard"),
+}
+"""By module, what is public of it."""
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
 
 def __getattr__(name: str) -> Any:
-    # fleet imports paddle.distributed.fleet, which those who do not use it need not wait for.
-    if name in ("fleet", "timeline"):
+    # With the first use: most of it imports Paddle, which takes seconds, and a trace can be looked at without.
+    if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,7 @@ from typing import Any
 import click
 
 from . import __version__
-from .checkpoint.command import checkpoint
 from .errors import ConfigError
-from .run import run
 
 _EXAMPLES = """\b
 Examples:
@@ -32,14 +31,40 @@ Exit code: 0 all is well, 1 a check failed or a rank died, 2 wrong use.
 """
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+_HOMES = {"checkpoint": "checkpoint.command", "run": "run", "plan": "plan.command", "trace": "trace.command"}
+"""Where commands are that are imported only when they are asked for: Paddle takes seconds, and not all of them need it.
+"""
+
+
+class _Commands(click.Group):
+    """Those that were added, and those in ``_HOMES``."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *_HOMES})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _HOMES:
+            return super().get_command(ctx, cmd_name)
+        found: click.Command = getattr(importlib.import_module(f".{_HOMES[cmd_name]}", __package__), cmd_name)
+        return found
+
+
+_MAIN_EXAMPLES = """\b
+Examples:
+  python -m hp_sharding doctor --nproc 2                           is this machine set up well?
+  python -m hp_sharding plan my_models.gpt:build --ranks 8 --help  what would fit, and how long would a step take?
+  python -m hp_sharding trace show trace.json                      where did the time of the steps go?
+  python -m hp_sharding checkpoint inspect runs/step_1000          what is in it?
+
+\b
+The program hp-sharding is the same as python -m hp_sharding. Each command has its own --help.
+"""
+
+
+@click.group(cls=_Commands, epilog=_MAIN_EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="hp_sharding")
 def main() -> None:
     """Tools of hp_sharding, sharded data parallel training for PaddlePaddle."""
-
-
-main.add_command(run)
-main.add_command(checkpoint)
 
 
 @main.command(epilog=_EXAMPLES)

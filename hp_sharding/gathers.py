@@ -43,6 +43,7 @@ class Gathers(abc.ABC):
         self._ahead = ahead
         self._timeline = timeline
         self._under_way = 0
+        self._started: list[int] = []
 
     def set_ahead(self, ahead: int | None) -> None:
         """Sets how many are gathered ahead of use from now on."""
@@ -75,6 +76,14 @@ class Gathers(abc.ABC):
         """Keeps what was written to the parameters since ``unshard``, and frees what had been freed before it."""
 
     @abc.abstractmethod
+    def take_wrong_guesses(self, uses: Sequence[int]) -> int:
+        """How many gathers since the last call were started too early, too late or for nothing; while recorded.
+
+        Args:
+            uses: buckets in the order in which the forward has used them first.
+        """
+
+    @abc.abstractmethod
     def begin_step(self) -> None:
         """Start of ``step()``: no forward or backward is under way."""
 
@@ -89,6 +98,8 @@ class Gathers(abc.ABC):
     def _start(self, buffer: FusedCommBuffer) -> None:
         self._timeline.watch(buffer.start_gather())
         self._under_way += 1
+        if self._timeline.enabled:
+            self._started.append(buffer.layout.number)
 
 
 class QueuedGathers(Gathers):
@@ -152,6 +163,11 @@ class QueuedGathers(Gathers):
             self.buffers[bucket].free()
             self.queue([bucket])
 
+    def take_wrong_guesses(self, uses: Sequence[int]) -> int:
+        """Part of ``Gathers``: those that were started before one that was used before them, each once."""
+        started, self._started = self._started, []
+        return passed_over(started, uses) if self._ahead != 0 else 0
+
     def begin_step(self) -> None:
         """Part of ``Gathers``."""
         self.start_all()
@@ -173,6 +189,8 @@ class QueuedGathers(Gathers):
 
     def end_step(self) -> None:
         """Part of ``Gathers``."""
+        if self._started and not self._timeline.enabled:
+            self._started.clear()
         if self._pins:
             self._stepped = not self.keeps_full
             self.finish_under_way()
@@ -198,3 +216,16 @@ class QueuedGathers(Gathers):
         buffer = self.buffers[self._queue.popleft()]
         if buffer.status is Status.SHARDED:
             self._start(buffer)
+
+
+def passed_over(started: Sequence[int], uses: Sequence[int]) -> int:
+    """How many of ``started``, in order, had not been used yet when one that was started after them was."""
+    left = list(started)
+    count = 0
+    for bucket in uses:
+        if bucket in left:
+            place = left.index(bucket)
+            count += place
+            # What has been passed over counts once, whenever it is used.
+            del left[: place + 1]
+    return count

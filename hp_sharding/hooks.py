@@ -24,6 +24,8 @@ from .gathers import Place
 from .outputs import ATOMS, kept_tensors, tensors_in
 from .precision import cast_inputs, stays_float32
 from .residency import Call
+from .timeline import Timeline
+from .units import UnitPlan
 
 
 class HookTarget(Protocol):
@@ -125,6 +127,35 @@ def show_inputs(layer: nn.Layer, look: Callable[[Any], None]) -> None:
             look((args, kwargs))
 
     layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+
+
+def mark_units(timeline: Timeline, plan: UnitPlan) -> list[Any]:
+    """Has the timeline told of forwards and gradients of a model without a schedule. Returns what can be removed."""
+    reference = weakref.ref(timeline)
+
+    def before(_: nn.Layer, *__: Any, name: str) -> None:
+        line = reference()
+        if line is not None:
+            line.enter("recompute" if backward.in_backward() else "forward", name)
+
+    def after(*_: Any) -> None:
+        line = reference()
+        if line is not None:
+            line.leave()
+
+    def arrived(_: paddle.Tensor, name: str) -> None:
+        line = reference()
+        if line is not None:
+            line.until(name)
+
+    handles = []
+    for unit in plan.units:
+        first = functools.partial(before, name=unit.name)
+        handles.append(unit.layer.register_forward_pre_hook(first, prepend=True))
+        handles.append(unit.layer.register_forward_post_hook(after, always_call=True))
+    trained = [entry for entry in plan.params if not entry.param.stop_gradient]
+    named = [(entry.param, functools.partial(arrived, name=plan.units[entry.unit].name)) for entry in trained]
+    return [*handles, *(param.register_hook(hook) for param, hook in named)]
 
 
 def hook_gradient(target: HookTarget, param: EagerParamBase, place: Place) -> None:

@@ -147,7 +147,7 @@ class ShardedOptimizer:
         if self._fingerprint is not None:
             self._fingerprint.check()
         self.steps += 1
-        self.timeline.end_step()
+        self.timeline.end_step(self.steps)
 
     def clear_grad(self, set_to_zero: bool = True) -> None:
         """Forgets the gradients, and brings a model whose forward or backward raised back to a clean state.
@@ -412,8 +412,12 @@ class ShardedOptimizer:
             self._reducer.wait(bucket)
             # One that no forward has read since the last step may still be under way, into what is updated now.
             self._schedule.gathers.finish(bucket)
+        if self.timeline.enabled:
+            self.timeline.enter("update", self.timeline.subject.layers_of(buckets))
         self._arena.average(buckets)
         self._updates.apply(buckets, self._reducer.used)
+        if self.timeline.enabled:
+            self.timeline.leave()
 
     def _finish_reductions(self) -> None:
         for bucket in range(len(self.buffers)):

@@ -10,11 +10,12 @@ from typing import Any
 
 import paddle
 
-from .comm import allocated_bytes
+from .comm import allocated_bytes, create_communicators, current_device
 from .config import ShardingConfig
 from .gradients import LocalGrad, check_finite_norm, check_gradient, check_norm_type
 from .nonfinite import Finding, describe, non_finite_error, not_raised
 from .numerics import count_nonfinite, sum_of_squares
+from .recorded import PlainSubject
 from .sharded_weights import UpdatedPart, model_weights, optimizer_weights
 from .states import set_plain_state
 from .timeline import Timeline
@@ -53,7 +54,11 @@ class PlainOptimizer:
         self._names = dict(names or {})
         self._baseline_bytes = baseline_bytes
         self.config = config
-        self.timeline = Timeline(config.timeline)
+        marks = create_communicators([paddle.distributed.get_rank()], ["marks"])["marks"]
+        self.timeline = Timeline(config.timeline, on_device=current_device().has_streams, new_mark=marks.mark)
+        self.timeline.subject = PlainSubject(self, self.timeline)
+        if config.timeline:
+            self.timeline.subject.begin()
         self.param2bucket: dict[str, list[Any]] = {}
         self.steps = 0
 
@@ -73,10 +78,12 @@ class PlainOptimizer:
         Raises:
             StateError: gradients are not finite, with ``check_nan_inf="raise"``; nothing has changed.
         """
+        if self.timeline.enabled:
+            self.timeline.enter("update", self.timeline.subject.whole)
         self._check_finite()
         self._inner.step()
         self.steps += 1
-        self.timeline.end_step()
+        self.timeline.end_step(self.steps)
 
     def clear_grad(self, set_to_zero: bool = True) -> None:
         """The inner optimizer's ``clear_grad()``; ``set_to_zero`` has Paddle's meaning."""
@@ -86,9 +93,12 @@ class PlainOptimizer:
 
     def minimize(self, loss: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The inner optimizer's ``minimize()``."""
+        if self.timeline.enabled:
+            self.timeline.enter("update", self.timeline.subject.whole)
         self._check_finite()
         result = self._inner.minimize(loss, *args, **kwargs)
         self.steps += 1
+        self.timeline.end_step(self.steps)
         return result
 
     @contextlib.contextmanager

@@ -142,6 +142,10 @@ class StoragePool:
         if index == len(self._free) > 0:
             self.allocated_bytes -= len(self._free.pop())
         self.allocated_bytes += nbytes
+        return self._make_block(nbytes)
+
+    @staticmethod
+    def _make_block(nbytes: int) -> _Block:
         # Paddle's memory, so that its statistics count it.
         return np.from_dlpack(paddle.empty([nbytes], "uint8"))
 

@@ -119,6 +119,8 @@ class UnitGathers(Gathers):
         self._kept: set[int] = set()
         self._pins = 0
         self._deferred = False
+        self._ahead_of_use: dict[int, None] = {}
+        self._wrong_guesses = 0
         self._backward = 0
         self._opened: dict[int, None] = {}
         """Units opened in the backward under way; none: it has nothing to do with this model."""
@@ -253,6 +255,12 @@ class UnitGathers(Gathers):
             # All parameters at once are more than any step needs.
             self.buffers[0].place.pool.trim()
 
+    def take_wrong_guesses(self, uses: Sequence[int]) -> int:
+        """Part of ``Gathers``: units that were needed and not under way, or were let go without having been needed."""
+        count, self._wrong_guesses = self._wrong_guesses, 0
+        self._started.clear()
+        return count
+
     def begin_step(self) -> None:
         """Part of ``Gathers``."""
         if self._pins:
@@ -281,6 +289,8 @@ class UnitGathers(Gathers):
             self.finish_under_way()
             return
         self._expected = self._next_units()
+        if self._timeline.enabled:
+            self._ahead_of_use = dict.fromkeys(self._expected)
         for unit in self._expected:
             self._start_unit(unit)
 
@@ -326,6 +336,8 @@ class UnitGathers(Gathers):
         if phase is not Phase.BACKWARD:
             self._kept.update(self._rules.kept.intersection(units))
         self._release()
+        if self._timeline.enabled and self._ahead:
+            self._judge(units)
         for unit in units:
             self._start_unit(unit)
         self._deferred = phase is Phase.BACKWARD and self._others_end()
@@ -344,6 +356,13 @@ class UnitGathers(Gathers):
         # of a forward begin the backward, and one that lies around others comes between.
         far = self.foresight.ahead(n_units + 1, in_use)
         self._expected = near + [unit for unit in self._expected if unit in far and unit not in near]
+
+    def _judge(self, units: Sequence[int]) -> None:
+        """Whether these were foreseen; what is expected next is gathered ahead from here on."""
+        self._wrong_guesses += sum(unit not in self._resident for unit in units)
+        for unit in units:
+            self._ahead_of_use.pop(unit, None)
+        self._ahead_of_use.update((unit, None) for unit in self._expected if unit not in self._resident)
 
     def _start_expected(self) -> None:
         self._deferred = False
@@ -404,6 +423,8 @@ class UnitGathers(Gathers):
         needed = self._needed_by_calls().union(self._expected, self._kept)
         for unit in [unit for unit in self._resident if unit not in needed]:
             del self._resident[unit]
+            if self._timeline.enabled:
+                self._wrong_guesses += self._ahead_of_use.pop(unit, unit) is None
             for bucket in self._rules.unit_buckets[unit]:
                 self.finish(bucket)
                 if self.buffers[bucket].status is Status.READY:

@@ -16,6 +16,7 @@ import paddle
 from paddle import nn
 
 from .comm import Communicator, Work, current_device
+from .timeline import Timeline
 from .units import is_statistic
 
 ALWAYS_BYTES = 1 << 18
@@ -105,7 +106,8 @@ class RunningState:
         lanes: one after the other they reach all data ranks, beginning with the first.
     """
 
-    def __init__(self, model: nn.Layer, lanes: Sequence[Communicator]) -> None:
+    def __init__(self, model: nn.Layer, lanes: Sequence[Communicator], timeline: Timeline) -> None:
+        self._timeline = timeline
         self._entries = list(_find(model))
         self._lanes = list(lanes)
         self._under_way: list[_Packed] = []
@@ -143,7 +145,7 @@ class RunningState:
         """
         under_way, self._under_way = self._under_way, []
         for packed in under_way:
-            packed.work.wait()
+            self._timeline.wait(packed.work)
             start = 0
             for entry, shape in zip(packed.entries, packed.shapes, strict=True):
                 tensor = entry.tensor()
@@ -170,7 +172,7 @@ class RunningState:
         for lane in self._lanes:
             work = lane.broadcast(flat, src=0, label=f"running state {names}"[:_LABEL_LETTERS], after=work)
         assert work is not None
-        return _Packed(entries, shapes, dtype, flat, work)
+        return _Packed(entries, shapes, dtype, flat, self._timeline.watch(work))
 
 
 def _on_device(tensor: paddle.Tensor) -> paddle.Tensor:

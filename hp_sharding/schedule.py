@@ -20,10 +20,13 @@ from .buffer import FusedCommBuffer, Status
 from .errors import StateError
 from .gathers import Gathers, Place, QueuedGathers
 from .outputs import tensors_in
+from .ownership import keep_schedule, schedule_of
 from .reduction import Reducer
 from .residency import Call, ResidencyRules, UnitGathers
 from .timeline import Timeline
 from .units import UnitPlan
+
+__all__ = ["Schedule", "keep_schedule", "schedule_of"]
 
 ROOT = 0
 """Index of the unit that is the model itself."""
@@ -59,6 +62,8 @@ class Schedule:
         timeline: Timeline,
     ) -> None:
         self._model = weakref.ref(model)
+        self._timeline = timeline
+        self._unit_names = [unit.name for unit in plan.units]
         self.buffers = list(buffers)
         self.reducer = reducer
         self.learned_gather_order: list[int] | None = None
@@ -102,6 +107,8 @@ class Schedule:
         is later and hides more. Parameters that a layer also holds in a list of its own need not be looked up: they are
         waited for here, and so is everything where gathers run only so far ahead.
         """
+        if self._timeline.enabled:
+            self._timeline.enter("recompute" if backward.in_backward() else "forward", self._unit_names[unit])
         if self._written:
             self._check_written()
         if not self._active_total:
@@ -128,6 +135,8 @@ class Schedule:
         elif self._queued is not None and unit == ROOT:
             # What this rank had no use for: another one may stand in its forward and wait for our part of it.
             self._queued.start_all()
+        if self._timeline.enabled:
+            self._timeline.leave()
 
     def look_up(self, param: EagerParamBase) -> None:
         """A layer looked the parameter up. Part of ``guard.ValueKeeper``."""
@@ -209,6 +218,8 @@ class Schedule:
 
     def enter_backward(self, call: Call) -> None:
         """A gradient of something that the call returned is in."""
+        if self._timeline.enabled:
+            self._timeline.switch("backward", self._unit_names[call.unit])
         if self._units is not None:
             self._units.enter_backward(call)
 
@@ -222,6 +233,8 @@ class Schedule:
         self.reducer.take_gradient(place.bucket, place.slot)
         if self._units is not None:
             self._units.arrive((place.bucket, place.slot))
+        if self._timeline.enabled:
+            self._timeline.until(self._unit_names[place.unit])
 
     def has_frozen(self, unit: int) -> bool:
         """Whether some parameter of the unit takes no gradient."""
@@ -305,6 +318,8 @@ class Schedule:
 
     def begin_backward(self) -> None:
         """Part of ``backward.BackwardListener``."""
+        if self._timeline.enabled and self.reducer.armed:
+            self._timeline.enter("backward", None)
         self._start_unasked()  # a forward without the model around it, such as one of a sublayer, has not yet
         self._wake()
         self.reducer.begin_backward()
@@ -319,11 +334,15 @@ class Schedule:
         self._learn_order()
         self.reducer.gather_order_changed = self.learned_gather_order is not None
         self.reducer.end_backward()
+        if self._timeline.enabled:
+            self._timeline.reset()
 
     def abort_backward(self) -> None:
         """Part of ``backward.BackwardListener``."""
         self._end_units()
         self.reducer.abort_backward()
+        if self._timeline.enabled:
+            self._timeline.reset()
 
     def end_nested(self, depth: int) -> None:
         """Part of ``backward.BackwardListener``."""
@@ -378,6 +397,9 @@ class Schedule:
     def begin_step(self) -> None:
         """Start of ``step()``: nothing is inside a forward any more, and no parameter has left its bucket."""
         self.forget_forward()
+        if self._timeline.enabled:
+            self._timeline.enter("step()", "")
+            self._timeline.count_wrong_guesses(self.gathers.take_wrong_guesses(self._first_uses))
         self._first_uses, self._used = [], set()
         self.gathers.begin_step()
         guard.guard_again(self._lists, self)
@@ -389,6 +411,8 @@ class Schedule:
 
     def forget_forward(self) -> None:
         """Forgets what was noted of forwards so far: units left open, and how often each was entered."""
+        if self._timeline.enabled:
+            self._timeline.reset()
         self._close_units()
         self._entries = [0] * len(self._entries)
 
@@ -465,31 +489,3 @@ class Schedule:
             if not param.stop_gradient:
                 hooks.hook_gradient(self, param, self._places[id(param)])
         self._sleeping = [param for param in self._sleeping if param.stop_gradient]
-
-
-def keep_schedule(model: nn.Layer, schedule: Schedule) -> None:
-    """Has ``model`` own ``schedule``: a model outlives its optimizer, and gathers may still be under way then.
-
-    So may a layer of it that is kept alone.
-    """
-    for layer in model.sublayers(include_self=True):
-        layer.__dict__["_hp_sharding_schedule"] = _Kept(schedule)
-
-
-def schedule_of(model: nn.Layer) -> Schedule | None:
-    """The schedule of a wrapped model; None for others, and for deep copies of wrapped ones."""
-    kept = model.__dict__.get("_hp_sharding_schedule")
-    if kept is None or kept.schedule is None or kept.schedule.model is not model:
-        return None
-    schedule: Schedule = kept.schedule
-    return schedule
-
-
-class _Kept:
-    """Holds the schedule in the model's attributes; copies and pickles of the model get an empty one."""
-
-    def __init__(self, schedule: Schedule | None = None) -> None:
-        self.schedule = schedule
-
-    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
-        return _Kept, ()

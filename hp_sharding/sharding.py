@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import paddle
@@ -31,6 +31,7 @@ from .optimizer import ShardedOptimizer
 from .plain import PlainOptimizer
 from .pool import DTYPES, DevicePool, StoragePool
 from .precision import bucket_dtypes, cast_unsharded, dtype_name, has_masters, kept_as_they_are, with_master_grad
+from .recorded import ShardedSubject
 from .reduction import ReduceLanes, Reducer, ReduceRules
 from .running import RunningState
 from .schedule import Schedule, keep_schedule, schedule_of
@@ -45,6 +46,8 @@ REPLICA_LANES = ("replicate",)
 """Over the replicas of a shard, where there are several."""
 TENSOR_LANES = ("tensor",)
 """Over the ranks among which tensor parallelism has split parameters, where there are several."""
+LayOut = Callable[[Sequence[ParamSpec], Sequence[str], BucketRules], list[BucketLayout]]
+"""Makes buckets of parameters, given the units' names, as ``layout.plan_buckets`` does."""
 CONTROL = ("control", "agree")
 """Over the ranks of a shard group, and over the replicas: what the hosts tell each other. On CPU the first is "gather",
 which is idle when there is something to tell."""
@@ -257,6 +260,7 @@ def build(
     *,
     lanes: dict[str, Communicator],
     pool: StoragePool | None = None,
+    lay_out: LayOut = plan_buckets,
 ) -> ShardedOptimizer:
     """``shard`` over communicators that exist, also over a group of one: checks and broadcasts nothing.
 
@@ -267,6 +271,7 @@ def build(
         lanes: a Communicator for each name in ``LANES``, in ``REPLICA_LANES`` where there are replicas, and in
             ``CONTROL`` where the host needs its own; one more compares what the ranks launch on these.
         pool: where freed storage goes; None for a pool of its own.
+        lay_out: makes the buckets; a plan has others than real training.
     """
     config = with_master_grad(model, config)
     plan = find_units(model, config.units)
@@ -280,7 +285,7 @@ def build(
     masters = has_masters(optimizer, config)
     exempt = kept_as_they_are(model, config.param_dtype)
     specs = [_spec(entry, _config_for(entry.param, exempt, config), masters=masters) for entry in entries]
-    layouts = _plan_layouts(plan, specs, config, gather.nranks)
+    layouts = lay_out(specs, [unit.name for unit in plan.units], _bucket_rules(config, gather.nranks))
     status = Status.SHARDED if config.stage == 3 else Status.READY
     on_device = current_device().has_streams
     pool = pool or (DevicePool() if on_device else StoragePool())
@@ -289,7 +294,7 @@ def build(
     replicate = lanes.get("replicate")
     n_replicas = replicate.nranks if replicate is not None else 1
     arena = GradientArena(layouts, config.gradient_divisor(gather.nranks * n_replicas), n_replicas)
-    timeline = Timeline(config.timeline, on_device=on_device)
+    timeline = Timeline(config.timeline, on_device=on_device, new_mark=gather.mark)
     reducer = Reducer(
         buffers,
         arena,
@@ -300,7 +305,7 @@ def build(
         timeline=timeline,
     )
     if config.broadcast_buffers:
-        reducer.running = RunningState(model, _model_lanes(lanes))
+        reducer.running = RunningState(model, _model_lanes(lanes), timeline)
     schedule = Schedule(
         model, plan, buffers=buffers, reducer=reducer, ahead=config.units_ahead, kept=kept, timeline=timeline
     )
@@ -315,6 +320,7 @@ def build(
         timeline=timeline,
         fingerprint=compared,
     )
+    timeline.subject = ShardedSubject(sharded, plan, lanes.get("tensor"))
     keep_schedule(model, schedule)
     if config.param_dtype is not None:
         cast_unsharded(plan.params, entries, exempt, config.param_dtype)
@@ -380,11 +386,8 @@ def _members(layout: BucketLayout, entries: Sequence[UnitParam]) -> list[EagerPa
     return [entries[slot.param].param for slot in layout.slots]
 
 
-def _plan_layouts(
-    plan: UnitPlan, specs: Sequence[ParamSpec], config: ShardingConfig, nranks: int
-) -> list[BucketLayout]:
-    rules = BucketRules(nranks, config.comm_buffer_bytes, config.comm_fusion, merge_units=config.stage < 3)
-    return plan_buckets(specs, [unit.name for unit in plan.units], rules)
+def _bucket_rules(config: ShardingConfig, nranks: int) -> BucketRules:
+    return BucketRules(nranks, config.comm_buffer_bytes, config.comm_fusion, merge_units=config.stage < 3)
 
 
 def _spec(entry: UnitParam, config: ShardingConfig, *, masters: bool) -> ParamSpec:

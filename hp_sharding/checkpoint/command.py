@@ -58,7 +58,15 @@ Examples:
 """
 
 
-@click.group()
+_EXAMPLES = """\b
+Examples:
+  python -m hp_sharding checkpoint inspect runs/step_1000                            what is in it
+  python -m hp_sharding checkpoint verify runs/step_1000                             reads every byte
+  python -m hp_sharding checkpoint convert runs/step_1000 exported/model --to paddle
+"""
+
+
+@click.group(epilog=_EXAMPLES)
 def checkpoint() -> None:
     """Looks at checkpoints, checks them, and converts them to and from whole files."""
 

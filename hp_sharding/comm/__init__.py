@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import paddle
 
 from ..errors import ConfigError
-from .communicator import Communicator, Stall, Work
+from .communicator import Communicator, Mark, Stall, Work
 from .convert import add_into, cast_into, is_rounded
 from .device import Device, allocated_bytes, current_device, host_tensor
 from .fingerprint import Fingerprint
@@ -18,6 +18,7 @@ __all__ = [
     "Communicator",
     "Device",
     "Fingerprint",
+    "Mark",
     "Stall",
     "Work",
     "add_into",

@@ -29,6 +29,26 @@ class Stall:
         self.end_s = end_s
 
 
+class Mark:
+    """A moment in what computes: of the host, or of the device's stream, which comes to it later.
+
+    Attributes:
+        time_s: ``time.perf_counter()`` when compute had come so far; None before it is known.
+    """
+
+    time_s: float | None
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Moves it to where compute is now. Not after ``settle``."""
+        self.time_s = time.perf_counter()
+
+    def settle(self) -> None:
+        """It stays where it is: sees to it that its time becomes known."""
+
+
 class Work(ABC):
     """One collective under way.
 
@@ -173,6 +193,10 @@ class Communicator(ABC):
     @abstractmethod
     def broadcast(self, tensor: paddle.Tensor, *, src: int, label: str = "", after: Work | None = None) -> Work:
         """Copies ``tensor`` of group rank ``src`` to all ranks. Any dtype."""
+
+    def mark(self) -> Mark:
+        """Marks where compute is now: of the host, or, on a lane of a device, of the current stream."""
+        return Mark()
 
     @abstractmethod
     def close(self) -> None:

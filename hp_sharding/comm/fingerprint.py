@@ -14,7 +14,7 @@ import numpy as np
 import paddle
 
 from ..errors import CommError
-from .communicator import Communicator, Work
+from .communicator import Communicator, Mark, Work
 from .device import host_tensor
 
 LANE = "fingerprint"
@@ -148,6 +148,10 @@ class WatchedLane(Communicator):
     def is_broken(self) -> bool:
         """See ``Communicator``."""
         return self._inner.is_broken
+
+    def mark(self) -> Mark:
+        """See ``Communicator``."""
+        return self._inner.mark()
 
     def close(self) -> None:
         """See ``Communicator``."""

@@ -14,7 +14,8 @@ import numpy as np
 import paddle
 
 from ..errors import CommError, ConfigError
-from .communicator import Communicator, Work
+from .communicator import Communicator, Mark, Work
+from .device import current_device
 from .memory import ELEMENT_TYPES, bytes_of
 from .rounding import QUIETLY, narrow, rounded_blocks, widen
 from .wire import Carried, carried, plain
@@ -142,6 +143,14 @@ class LocalCommunicator(Communicator):
             raise ConfigError(f"broadcast from group rank {src}: a group of one has only rank 0")
         types = self._check("broadcast", tensor, tensor, None)
         return self._start("broadcast", _Copy(tensor, tensor, types), label=label, after=after)
+
+    def mark(self) -> Mark:
+        """See ``Communicator``."""
+        if not current_device().has_streams:
+            return Mark()
+        from .stream_marks import StreamMark, lone_watcher  # which a device alone needs
+
+        return StreamMark(lone_watcher())
 
     def close(self) -> None:
         """Nothing to end."""

@@ -29,9 +29,10 @@ import paddle
 from paddle.base import core
 
 from ..errors import CommError, ConfigError, HpShardingError
-from .communicator import Communicator, Stall, Work
+from .communicator import Communicator, Mark, Stall, Work
 from .convert import queue_cast
 from .device import CurrentStream, Device, same_stream
+from .stream_marks import StreamMark, StreamStall
 from .stream_sums import Exchange, Scratch, exchange
 from .watch import Watcher
 from .wire import SUMS, carried
@@ -199,42 +200,6 @@ class StreamWork(Work):
             raise self.error(f"the device or its communication library says: {error}") from error
 
 
-class StreamStall(Stall):
-    """What the current stream does not do because it waits; seen by events on both sides of the wait."""
-
-    def __init__(self, label: str) -> None:
-        super().__init__(label, None, None)
-        self.issued_s = time.perf_counter()
-        self._before = paddle.device.Event()
-        self._after: Any = None
-        self._before.record()
-        # Where compute is not ahead of the device the stall begins now, and nobody need look for it.
-        self.done()
-
-    def end(self) -> None:
-        """The wait has been queued."""
-        after = paddle.device.Event()
-        after.record()
-        # Only now: an event that has not been recorded says that it is reached.
-        self._after = after
-        self.done()
-
-    def done(self) -> bool:
-        """Part of ``Watched``: whether it is over."""
-        if self.start_s is None and self._before.query():
-            self.start_s = time.perf_counter()
-        if self.end_s is None and self.start_s is not None and self._after is not None and self._after.query():
-            self.end_s = time.perf_counter()
-        return self.end_s is not None
-
-    def fail(self, reason: str) -> None:
-        """Part of ``Watched``."""
-
-    def describe(self) -> str:
-        """Part of ``Watched``."""
-        return f"the wait for {self.label!r}"
-
-
 class StreamCommunicator(Communicator):
     """One lane on a device. Made by ``create_communicators``.
 
@@ -368,6 +333,10 @@ class StreamCommunicator(Communicator):
             self._group.broadcast_on_calc_stream(data, src)
 
         return self._start("broadcast", run, [tensor], nbytes=nbytes, label=label, after=after)
+
+    def mark(self) -> Mark:
+        """See ``Communicator``."""
+        return StreamMark(self._watcher)
 
     def close(self) -> None:
         """Ends the lane: waits on the host for what is in flight, but not for ever. Safe to call twice."""

@@ -1,4 +1,4 @@
-"""Whether collectives run behind compute, or inside the call that starts them."""
+"""Whether collectives run behind compute, or inside the call that starts them, and what each costs the other."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 import paddle
 
 from ..comm import Communicator, Work
+from .bandwidth import REPLICAS
+from .links import LANES
+from .parity import groups
 from .ranks import Team
 from .report import MB, Request, Spread
 
@@ -18,7 +21,13 @@ TOO_SHORT_MS = 1.0
 """A collective that is over sooner says nothing about that."""
 _MOST_MS = 100.0
 _ROWS, _WIDTH = 256, 512
-_TIMES = ("launch_ms", "done_ms", "compute_ms", "beside_ms", "both_ms")
+_TIMES = (
+    "launch_ms", "done_ms", "compute_ms", "beside_ms", "both_ms", "under_load_ms", "transfer_ms", "transfer_beside_ms",
+)  # fmt: skip
+_QUEUED = 3
+"""Collectives, one after the other, that keep a lane busy for as long as compute of the length of one takes."""
+_END_S = 1.0
+"""How long to wait until a device has been seen to end a collective."""
 _REPEATS = {False: 5, True: 3}
 
 
@@ -26,13 +35,16 @@ class Row(NamedTuple):
     """One kind of collective, with compute of about the same length; times are those of the rank that took longest.
 
     Attributes:
-        op: ``"all_gather"`` or ``"reduce_scatter"``.
+        op: ``"all_gather"``, ``"reduce_scatter"``, or ``"all_reduce"`` between replicas.
         mb: size of the whole message, in units of 2**20 bytes.
         launch_ms: until the call that starts it returned.
         done_ms: until its result could be used, with nothing else to do.
         compute_ms: some matrix products alone.
         beside_ms: the same while the collective was under way.
         both_ms: until both were done.
+        under_load_ms: the same compute while one collective after the other was under way, to its end.
+        transfer_ms: of a collective alone, what it took once its turn had come.
+        transfer_beside_ms: the same while compute ran beside it, to its end.
     """
 
     op: str
@@ -42,11 +54,29 @@ class Row(NamedTuple):
     compute_ms: Spread
     beside_ms: Spread
     both_ms: Spread
+    under_load_ms: Spread
+    transfer_ms: Spread
+    transfer_beside_ms: Spread
+
+    @property
+    def lane(self) -> str:
+        """Of a training, that carries such collectives."""
+        return LANES.get(self.op, "replicate")
 
     @property
     def slowdown(self) -> float:
-        """How many times longer compute takes while the collective is under way."""
+        """How many times longer compute of its length takes beside it."""
         return self.beside_ms.median / self.compute_ms.median
+
+    @property
+    def compute_slowdown(self) -> float:
+        """How many times longer compute takes while the lane is busy all the time."""
+        return self.under_load_ms.median / self.compute_ms.median
+
+    @property
+    def wire_slowdown(self) -> float:
+        """How many times longer a collective takes while compute runs all the time."""
+        return self.transfer_beside_ms.median / max(self.transfer_ms.median, 1e-6)
 
     @property
     def hidden_percent(self) -> float:
@@ -68,9 +98,13 @@ class Asynchrony(NamedTuple):
 
     Attributes:
         rows: of each.
+        backend: what carries them.
+        flops_s: floating-point operations a second of the matrix products alone, on the slowest rank.
     """
 
     rows: list[Row]
+    backend: str = ""
+    flops_s: float | None = None
 
     @property
     def passed(self) -> bool:
@@ -83,14 +117,18 @@ class Asynchrony(NamedTuple):
         found = [row.is_asynchronous for row in self.rows]
         if None in found:
             return "too short to tell; try a larger --max-mb"
+        by = f" by {self.backend}" if self.backend else ""
         blocking = [row.op for row in self.rows if not row.is_asynchronous]
         if blocking:
-            return f"NOT asynchronous: the call of {' and '.join(blocking)} returns only when it is nearly over"
+            return (
+                f"NOT asynchronous: the call of {' and '.join(blocking)}{by} returns only when it is nearly over, so "
+                "nothing can be hidden behind compute"
+            )
         slower = " and ".join(f"{row.slowdown:.2g}" for row in self.rows)
         hidden = " and ".join(f"{row.hidden_percent:.0f}" for row in self.rows)
         return (
-            f"asynchronous: calls return at once; compute beside them takes {slower} times as long, and of the shorter "
-            f"of both {hidden} % are hidden"
+            f"asynchronous: calls of collectives{by} return at once, and compute goes on meanwhile; beside them it "
+            f"takes {slower} times as long, and of the shorter of both {hidden} % are hidden"
         )
 
 
@@ -98,20 +136,22 @@ def measure(team: Team, request: Request) -> list[dict[str, Any]]:
     """Milliseconds of each repeat on this rank."""
     gather, reduce = team.open("gather", "reduce")
     numel = _fitting_numel(team, gather, request)
-    return [
-        {"op": op, "mb": numel * 4 / MB, **_measure(team, start, request)}
-        for op, start in _starts(gather, reduce, numel).items()
-    ]
+    starts = _starts(gather, reduce, numel)
+    if team.has_replicas:
+        (replicate,) = team.open("replicate", ranks=groups(team.me, team.n_ranks, REPLICAS)["replicate_group"])
+        total = paddle.zeros([numel], "float32")
+        starts["all_reduce"] = lambda: replicate.all_reduce(total, label="doctor")
+    return [{"op": op, "mb": numel * 4 / MB, **_measure(team, start, request)} for op, start in starts.items()]
 
 
-def conclude(everyone: list[list[dict[str, Any]]]) -> Asynchrony:
+def conclude(everyone: list[list[dict[str, Any]]], backend: str = "") -> Asynchrony:
     """Each time on the rank where its median is largest."""
     rows = []
     for of_ranks in zip(*everyone, strict=True):
         # Not the slowest of each repeat: with more ranks than cores one or the other is always held up.
         slowest = {name: max(Spread.of(row[name]) for row in of_ranks) for name in _TIMES}
         rows.append(Row(of_ranks[0]["op"], of_ranks[0]["mb"], **slowest))
-    return Asynchrony(rows)
+    return Asynchrony(rows, backend, min(row["flops_s"] for rows in everyone for row in rows))
 
 
 def _fitting_numel(team: Team, gather: Communicator, request: Request) -> int:
@@ -139,35 +179,32 @@ def _starts(gather: Communicator, reduce: Communicator, numel: int) -> dict[str,
     }
 
 
-def _measure(team: Team, start: Callable[[], Work], request: Request) -> dict[str, list[float]]:
+def _measure(team: Team, start: Callable[[], Work], request: Request) -> dict[str, Any]:
     team.time_ms(lambda: start().wait())
     compute = _Compute(team, team.time_ms(lambda: start().wait()))
     found: dict[str, list[float]] = {name: [] for name in _TIMES}
     for _ in range(_REPEATS[request.quick]):
-        launch_ms, done_ms = _alone(team, start)
-        found["launch_ms"].append(launch_ms)
-        found["done_ms"].append(done_ms)
-        found["compute_ms"].append(team.time_ms(compute))
-        beside_ms, both_ms = _together(team, start, compute)
-        found["beside_ms"].append(beside_ms)
-        found["both_ms"].append(both_ms)
+        times = {"compute_ms": team.time_ms(compute), "under_load_ms": _under_load(team, start, compute)}
+        times |= _alone(team, start) | _together(team, start, compute) | _beside_compute(team, start, compute)
+        for name, ms in times.items():
+            found[name].append(ms)
     team.line_up()
-    return found
+    return {**found, "flops_s": compute.n_flops / min(found["compute_ms"]) * 1e3}
 
 
-def _alone(team: Team, start: Callable[[], Work]) -> tuple[float, float]:
-    """Milliseconds until the call returned, and until the result was there."""
+def _alone(team: Team, start: Callable[[], Work]) -> dict[str, float]:
     team.line_up()
     begin_s = time.perf_counter()
     work = start()
     launched_s = time.perf_counter()
     work.wait()
     team.settle()
-    return (launched_s - begin_s) * 1e3, (time.perf_counter() - begin_s) * 1e3
+    done_s = time.perf_counter()
+    times = {"launch_ms": launched_s - begin_s, "done_ms": done_s - begin_s, "transfer_ms": _transfer_s(work, begin_s)}
+    return {name: seconds * 1e3 for name, seconds in times.items()}
 
 
-def _together(team: Team, start: Callable[[], Work], compute: _Compute) -> tuple[float, float]:
-    """Milliseconds of the compute, and until both were done."""
+def _together(team: Team, start: Callable[[], Work], compute: _Compute) -> dict[str, float]:
     team.line_up()
     begin_s = time.perf_counter()
     work = start()
@@ -177,7 +214,42 @@ def _together(team: Team, start: Callable[[], Work], compute: _Compute) -> tuple
     computed_s = time.perf_counter()
     work.wait()
     team.settle()
-    return (computed_s - compute_s) * 1e3, (time.perf_counter() - begin_s) * 1e3
+    return {"beside_ms": (computed_s - compute_s) * 1e3, "both_ms": (time.perf_counter() - begin_s) * 1e3}
+
+
+def _under_load(team: Team, start: Callable[[], Work], compute: _Compute) -> float:
+    """Milliseconds of compute, while the lane has more to do than it can get done."""
+    team.line_up()
+    works = [start() for _ in range(_QUEUED)]
+    begin_s = time.perf_counter()
+    compute()
+    team.settle()
+    took_ms = (time.perf_counter() - begin_s) * 1e3
+    for work in works:
+        work.wait()
+    return took_ms
+
+
+def _beside_compute(team: Team, start: Callable[[], Work], compute: _Compute) -> dict[str, float]:
+    """Of a collective, while compute lasts longer."""
+    team.line_up()
+    begin_s = time.perf_counter()
+    work = start()
+    for _ in range(_QUEUED):
+        # Where compute keeps the interpreter to itself nobody else would see the end.
+        compute(work.done)
+    transfer_s = _transfer_s(work, begin_s)
+    team.settle()
+    work.wait()
+    return {"transfer_beside_ms": transfer_s * 1e3}
+
+
+def _transfer_s(work: Work, begin_s: float) -> float:
+    """From where it was started to its end."""
+    deadline_s = time.perf_counter() + _END_S
+    while not (work.done() and work.end_s is not None) and time.perf_counter() < deadline_s:
+        time.sleep(1e-4)
+    return (work.end_s or time.perf_counter()) - begin_s
 
 
 class _Compute:
@@ -190,7 +262,9 @@ class _Compute:
         self()
         per_product_ms = team.time_ms(self) / self._n_products
         self._n_products = max(1, round(wanted_ms / per_product_ms))
+        self.n_flops = 2 * _ROWS * _WIDTH * _WIDTH * self._n_products
 
-    def __call__(self) -> None:
+    def __call__(self, between: Callable[[], object] = lambda: None) -> None:
         for _ in range(self._n_products):
             paddle.matmul(self._left, self._right)
+            between()

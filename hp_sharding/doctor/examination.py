@@ -34,7 +34,9 @@ class Check(NamedTuple):
 CHECKS = {
     "parity": Check("numbers beside those of one process", parity.measure, lambda found, _: parity.conclude(found)),
     "asynchrony": Check(
-        "whether collectives run behind compute", asynchrony.measure, lambda found, _: asynchrony.conclude(found)
+        "whether collectives run behind compute",
+        asynchrony.measure,
+        lambda found, team: asynchrony.conclude(found, team.device.backend),
     ),
     "bandwidth": Check("bandwidth and latency", bandwidth.measure, lambda found, _: bandwidth.conclude(found)),
     "overlap": Check(

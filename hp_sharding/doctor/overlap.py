@@ -135,7 +135,7 @@ def measure(team: Team, request: Request) -> dict[str, Any]:
     width = _fitting_width(team, request)
     communication_ms = _communication_ms(team, width)
     shape = Shape(width, _fitting_rows(team, width, COMPUTE_FACTOR * communication_ms))
-    replicas = [1, 2] if team.n_ranks >= 4 and team.n_ranks % 2 == 0 else [1]
+    replicas = [1, 2] if team.has_replicas else [1]
     trainees = {f"compute {number}": _Trainee(team, shape, number, None) for number in replicas}
     for number in replicas:
         trainees[f"serial {number}"] = _Trainee(team, shape, number, False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import paddle
@@ -67,9 +67,14 @@ class Team:
         """Number of ranks."""
         return len(self.ranks)
 
-    def open(self, *lanes: str) -> list[Communicator]:
-        """Lanes over all ranks, on the device. Collective."""
-        made = create_communicators(self.ranks, lanes, timeout_s=self.timeout_s)
+    @property
+    def has_replicas(self) -> bool:
+        """Whether there are enough ranks for two replicas that are sharded."""
+        return self.n_ranks >= 4 and self.n_ranks % 2 == 0
+
+    def open(self, *lanes: str, ranks: Sequence[int] | None = None) -> list[Communicator]:
+        """Lanes over all ranks, or some of them with this one, on the device. Collective over these."""
+        made = create_communicators(self.ranks if ranks is None else ranks, lanes, timeout_s=self.timeout_s)
         return [made[lane] for lane in lanes]
 
     def close(self) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .links import hardware
+
 VERSION = 1
 """Of the JSON: goes up when a key changes its meaning or goes away."""
 MB = 1 << 20
@@ -161,10 +163,12 @@ class Report(NamedTuple):
 def as_data(report: Report) -> dict[str, Any]:
     """The report as JSON can say it, with what follows from it, such as ``passed``.
 
-    A number that is none, such as a difference that is not a number, is None.
+    A number that is none, such as a difference that is not a number, is None. So is ``hardware``, which ``plan`` takes,
+    where links were not measured.
     """
     data: dict[str, Any] = _plain(report)
-    return {"doctor": VERSION, **data}
+    found = hardware(report.results)
+    return {"doctor": VERSION, **data, "hardware": None if found is None else found.to_dict()}
 
 
 def _plain(thing: Any) -> Any:

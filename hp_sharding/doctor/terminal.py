@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich import box
@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from .asynchrony import Asynchrony
-from .bandwidth import Bandwidth
+from .bandwidth import REPLICAS, Bandwidth
 from .examination import CHECKS, NEEDS_RANKS
+from .links import Fit
 from .overlap import Overlap
 from .parity import Parity
 from .report import MB, Machine, Report, Spread
@@ -107,6 +108,8 @@ def _print_result(console: Console, title: str, result: Any) -> None:
         Overlap: _overlap_table,
     }
     console.print(tables[type(result)](result))
+    if isinstance(result, Bandwidth) and result.links:
+        console.print(_link_table(result.links))
 
 
 def _parity_table(parity: Parity) -> Table:
@@ -127,21 +130,37 @@ def _parity_table(parity: Parity) -> Table:
 
 def _asynchrony_table(asynchrony: Asynchrony) -> Table:
     table = _table("ms", "call returns", "done", "compute alone", "beside it", "both", "slower", "hidden")
+    notes = []
     for row in asynchrony.rows:
         medians = [_number(spread.median) for spread in (row.compute_ms, row.beside_ms, row.both_ms)]
         more = (f"x {row.slowdown:.2f}", f"{row.hidden_percent:.0f} %")
         name = f"{row.op}, {row.mb:.3g} MB"
         table.add_row(name, _number(row.launch_ms.median), _spread(row.done_ms), *medians, *more)
+        notes.append(f"{row.lane}: compute x {row.compute_slowdown:.2f}, transfers x {row.wire_slowdown:.2f}")
+    if asynchrony.flops_s is not None:
+        notes.append(f"matrix products alone {asynchrony.flops_s / 1e9:.3g} GFLOP/s a rank")
+    table.caption = "While a lane and compute are busy all the time, each takes longer. " + "; ".join(notes)
     return table
 
 
 def _bandwidth_table(bandwidth: Bandwidth) -> Table:
     table = _table("collective", "size", "ms", "GB/s", "GB/s a rank sends", "repeats")
+    named = [(row.op, row) for row in bandwidth.rows]
+    named += [(f"{row.op}, {REPLICAS} replicas", row) for row in bandwidth.replicas]
     last = ""
-    for row in bandwidth.rows:
+    for name, row in named:
         rates = (f"{row.algorithm_gb_s:.3g}", f"{row.bus_gb_s:.3g}", str(row.repeats))
-        table.add_row(row.op if row.op != last else "", _size(row.nbytes), _spread(row.ms), *rates)
-        last = row.op
+        table.add_row(name if name != last else "", _size(row.nbytes), _spread(row.ms), *rates)
+        last = name
+    return table
+
+
+def _link_table(links: Sequence[Fit]) -> Table:
+    table = _table("links, fitted", "ranks", "latency ms a hop", "GB/s a rank sends", "off by at most")
+    for link in links:
+        numbers = (_number(link.latency_ms), f"{link.gb_s:.3g}", f"{link.error_percent:.0f} %")
+        table.add_row(f"{link.lane} lane", str(link.n_ranks), *numbers)
+    table.caption = "a collective takes hops x latency + what a rank sends / bandwidth"
     return table
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hp_sharding.doctor.advice import FOREIGN_LIMIT
+from hp_sharding.plan.hardware import Hardware
 from tests import harness
 from tests.device import standin
 
@@ -58,6 +59,11 @@ def test_it_measures_the_pace_of_the_device() -> None:
         assert row["bus_gb_s"] <= _MB_S / 1e3
         if row["nbytes"] == 4 << 20:
             assert row["bus_gb_s"] > _MB_S / 1e3 / 4, "most of the time is that of the link"
+    for lane in ("gather", "reduce"):
+        link = Hardware.from_dict(data).link(lane)
+        # Every time has the whole latency in it, and what a rank sends takes its time besides; nothing is quicker.
+        assert link.latency_s * 1e3 > 0.5 * _LATENCY_MS
+        assert _MB_S / 4 < link.bandwidth_bytes_s / 1e6 < 1.2 * _MB_S
     (step,) = results["overlap"]["rows"]
     assert step["lanes_ms"]["gather"] > _LATENCY_MS
     # Beside other programs compute takes its time from them, and what is hidden is theirs as well.

@@ -66,7 +66,11 @@ def test_every_play_is_for_something() -> None:
 
 
 def test_every_wait_of_the_package_is_in_the_list() -> None:
-    paths = [*PACKAGE.glob("*.py"), *(path for path in (PACKAGE / "comm").glob("*.py") if path.name not in ON_HOSTS)]
+    paths = [
+        *PACKAGE.glob("*.py"),
+        *(PACKAGE / "timeline").glob("*.py"),
+        *(path for path in (PACKAGE / "comm").glob("*.py") if path.name not in ON_HOSTS),
+    ]
     missing = []
     for path in sorted(paths):
         broken = {line for each in BREAKS if REPO_ROOT / each.path == path for line in _lines(each)}

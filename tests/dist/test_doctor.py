@@ -20,6 +20,7 @@ from hp_sharding import ShardingConfig
 from hp_sharding.cli import main
 from hp_sharding.doctor import bandwidth, parity
 from hp_sharding.doctor.ranks import Team
+from hp_sharding.plan.hardware import Hardware
 from tests import harness
 
 MB = 1 << 20
@@ -59,6 +60,19 @@ def test_it_starts_two_ranks_and_looks_at_all(tmp_path: Path) -> None:
     _look_at_asynchrony(data["results"]["asynchrony"])
     _look_at_bandwidth(data["results"]["bandwidth"])
     _look_at_overlap(data["results"]["overlap"])
+    _look_at_hardware(data)
+
+
+def _look_at_hardware(data: dict[str, Any]) -> None:
+    found = Hardware.from_dict(data)
+    assert found.link("gather") != found.link("reduce")
+    for lane in ("gather", "reduce"):
+        # Between processes of one machine; beside others that compute it may be slow.
+        assert 1e6 < found.link(lane).bandwidth_bytes_s < 1e12
+        assert 0 <= found.link(lane).latency_s < 1
+    assert set(found.compute_slowdown) == set(found.wire_slowdown) == {"gather", "reduce"}
+    assert 0 < found.launch_s < 1
+    assert found.flops_s is not None
 
 
 def _look_at_parity(found: dict[str, Any]) -> None:
@@ -198,6 +212,20 @@ def test_four_ranks_have_replicas_too(tmp_path: Path) -> None:
     assert {row["case"] for row in rows} >= {"stage 1", "stage 3", "stage 2, 2 replicas", "stage 3, 2 replicas"}
     assert all(row["passed"] and row["tolerance"] > 0 for row in rows)
     assert any(row["difference"] > 0 for row in rows), "sums of four are formed in another order somewhere"
+
+
+def test_four_ranks_have_links_between_replicas(tmp_path: Path) -> None:
+    codes, data = _examined(4, tmp_path / "report.json", "none", "bandwidth")
+    assert codes == [0] * 4
+    found = data["results"]["bandwidth"]
+    assert [(link["lane"], link["n_ranks"]) for link in found["links"]] == [
+        ("gather", 4),
+        ("reduce", 4),
+        ("replicate", 2),
+    ]
+    assert {row["op"] for row in found["replicas"]} == {"all_reduce"}
+    assert len(found["replicas"]) * 3 == len(found["rows"])
+    assert Hardware.from_dict(data).replicate is not None
 
 
 def test_wrong_numbers_are_found(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutation.breaks import Break, played
 
 _STREAM = "tests/device/test_stream.py::test_"
+_TIMELINE = "tests/device/test_timeline.py::test_"
 _HOST_IS_FREE = f"{_STREAM}the_host_waits_for_nothing_that_it_starts[2]"
 _COMPUTE_GOES_ON = f"{_STREAM}compute_goes_on_beside_a_reduction_and_the_one_that_follows_it[2]"
 _ON_HOST = f"{_STREAM}where_only_the_host_can_wait_it_does_and_what_lies_on_the_host_is_refused[2]"
@@ -130,18 +131,32 @@ ORDERS = [
         (played("timed"),),
     ),
     Break(
-        "comm/stream.py",
+        "comm/stream_marks.py",
         "the begin of a stall is not recorded",
         "        self._before.record()\n",
         "",
         (played("stalls"),),
     ),
     Break(
-        "comm/stream.py",
+        "comm/stream_marks.py",
         "the end of a stall is not recorded",
         "        after.record()\n",
         "",
         (played("stalls"),),
+    ),
+    Break(
+        "comm/stream_marks.py",
+        "a mark is not recorded",
+        "        self._event.record()\n",
+        "",
+        (f"{_TIMELINE}a_mark_is_where_its_stream_is",),
+    ),
+    Break(
+        "comm/stream_marks.py",
+        "nobody looks at a mark",
+        "            self._watcher.add(self)\n",
+        "",
+        (f"{_TIMELINE}a_mark_is_where_its_stream_is",),
     ),
     Break(
         "comm/stream.py",

@@ -22,6 +22,7 @@ from hp_sharding.plain import PlainOptimizer
 REPO_ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
     REPO_ROOT / "README.md",
+    REPO_ROOT / "README_cn.md",
     REPO_ROOT / "CONTRIBUTING.md",
     REPO_ROOT / "benchmarks" / "README.md",
     *sorted((REPO_ROOT / "docs").glob("*.md")),

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from hp_sharding.comm import current_device
-from hp_sharding.doctor import advice, asynchrony, bandwidth, machine, overlap, parity, report, terminal
+from hp_sharding.doctor import advice, asynchrony, bandwidth, links, machine, overlap, parity, report, terminal
 from hp_sharding.doctor.foreign import Use, foreign_share
 from hp_sharding.doctor.report import Failure, Report, Spread
+from hp_sharding.plan.hardware import Hardware
 
 MB = 1 << 20
 
@@ -166,9 +167,10 @@ def _flat(ms: float) -> Spread:
 
 def _behind(launch: float, done: float, both: float) -> asynchrony.Asynchrony:
     times = {"launch_ms": launch, "done_ms": done, "compute_ms": 80.0, "beside_ms": 100.0, "both_ms": both}
-    row = {"op": "all_gather", "mb": 64.0, **{name: [value] * 3 for name, value in times.items()}}
-    quicker = {**row, **{name: [value / 2] * 3 for name, value in times.items()}}
-    return asynchrony.conclude([[quicker], [row], [quicker]])
+    times |= {"under_load_ms": 120.0, "transfer_ms": done, "transfer_beside_ms": 1.1 * done}
+    row = {"op": "all_gather", "mb": 64.0, "flops_s": 3e9, **{name: [value] * 3 for name, value in times.items()}}
+    quicker = {**row, "flops_s": 6e9, **{name: [value / 2] * 3 for name, value in times.items()}}
+    return asynchrony.conclude([[quicker], [row], [quicker]], "gloo")
 
 
 def test_collectives_behind_compute() -> None:
@@ -178,12 +180,21 @@ def test_collectives_behind_compute() -> None:
     assert found.rows[0].slowdown == pytest.approx(100 / 80)
     assert found.rows[0].hidden_percent == pytest.approx(100 * (100 + 80 - 120) / 80)
     assert found.verdict.startswith("asynchronous")
+    assert "calls of collectives by gloo return at once" in found.verdict
+
+
+def test_what_transfers_and_compute_cost_each_other() -> None:
+    found = _behind(launch=1.0, done=100.0, both=120.0)
+    (row,) = found.rows
+    assert row.lane == "gather"
+    assert (row.compute_slowdown, row.wire_slowdown) == pytest.approx((1.5, 1.1))
+    assert found.flops_s == 3e9, "that of the slowest rank"
 
 
 def test_collectives_inside_the_call() -> None:
     found = _behind(launch=98.0, done=100.0, both=180.0)
     assert found.rows[0].hidden_percent == 0.0
-    assert found.verdict.startswith("NOT asynchronous: the call of all_gather")
+    assert found.verdict.startswith("NOT asynchronous: the call of all_gather by gloo returns only when")
 
 
 def test_collectives_too_short_to_tell() -> None:
@@ -205,6 +216,74 @@ def test_bandwidth_is_that_of_the_slowest_rank() -> None:
     assert found.verdict == (
         "at best all_gather 3, reduce_scatter 3, all_reduce 3 GB/s a rank; a small collective takes 4 ms"
     )
+
+
+def _timed(op: str, n_ranks: int, hop_ms: float, gb_s: float) -> list[dict[str, Any]]:
+    """What a link of that latency and bandwidth would take."""
+    share = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}[op] * (n_ranks - 1) / n_ranks
+    hops = share * n_ranks
+    return [
+        {"op": op, "nbytes": nbytes, "ms": [hops * hop_ms + nbytes * share / gb_s / 1e6] * 3}
+        for nbytes in (4096, 262144, 16 * MB)
+    ]
+
+
+def test_links_are_those_that_the_times_were_made_of() -> None:
+    rows = _timed("all_gather", 4, 0.2, 1.5) + _timed("reduce_scatter", 4, 0.3, 1.0) + _timed("all_reduce", 4, 9, 9)
+    pairs = [{**row, "replicas": True} for row in _timed("all_reduce", 2, 0.5, 0.7)]
+    found = bandwidth.conclude([rows + pairs] * 4)
+    assert [(link.lane, link.n_ranks) for link in found.links] == [("gather", 4), ("reduce", 4), ("replicate", 2)]
+    for link, hop_ms, gb_s in zip(found.links, (0.2, 0.3, 0.5), (1.5, 1.0, 0.7), strict=True):
+        assert (link.latency_ms, link.gb_s) == pytest.approx((hop_ms, gb_s))
+        assert link.error_percent == pytest.approx(0, abs=1e-6)
+    assert len(found.rows) == 9, "those between replicas are apart"
+    assert found.replicas[-1].bus_gb_s == pytest.approx(16 * MB / found.replicas[-1].ms.median / 1e6)
+
+
+def test_times_of_no_line_still_give_a_link() -> None:
+    falling = [links.Point(4e3, 2e-3), links.Point(1e6, 1e-3)]
+    found = links.fit("all_gather", 2, falling)
+    assert found is not None
+    assert found.latency_ms == pytest.approx(1)
+    assert 0 < found.gb_s < math.inf
+    steep = links.fit("all_gather", 2, [links.Point(1e3, 1e-6), links.Point(1e6, 1.0)])
+    assert steep is not None
+    assert (steep.latency_ms, steep.gb_s) == pytest.approx((0, 1e-3))
+    assert steep.error_percent == pytest.approx(100 * (1e-3 - 1e-6) / 1e-6)
+
+
+def test_a_large_message_that_was_slow_does_not_hide_the_latency() -> None:
+    seconds = {4e3: 1.0e-3, 256e3: 1.26e-3, 2e6: 3.0e-3, 16e6: 34e-3}
+    found = links.fit("all_gather", 2, [links.Point(nbytes, took_s) for nbytes, took_s in seconds.items()])
+    assert found is not None
+    assert found.latency_ms == pytest.approx(1, rel=0.2)
+
+
+def test_one_size_gives_no_link() -> None:
+    found = bandwidth.conclude([_timed("all_gather", 2, 1, 1)[:1]] * 2)
+    assert found.links == []
+    assert links.hardware({"bandwidth": found}) is None
+    assert links.hardware({}) is None
+
+
+def test_the_report_has_the_hardware_that_a_plan_takes(tmp_path: Path) -> None:
+    rows = _timed("all_gather", 2, 0.2, 1.5) + _timed("reduce_scatter", 2, 0.3, 1.0) + _timed("all_reduce", 2, 1, 1)
+    found = bandwidth.conclude([rows] * 2)
+    written = _report(bandwidth=found, asynchrony=_behind(launch=2.0, done=100.0, both=120.0))
+    report.write(tmp_path / "report.json", report.as_json(written).encode())
+    read = Hardware.read(tmp_path / "report.json")
+    assert tuple(read.shard) == pytest.approx((1.5e9, 0.2e-3))
+    assert read.reduce is not None
+    assert tuple(read.reduce) == pytest.approx((1e9, 0.3e-3))
+    assert read.replicate is None
+    assert read.compute_slowdown == pytest.approx({"gather": 1.5})
+    assert read.wire_slowdown == pytest.approx({"gather": 1.1})
+    assert read.launch_s == pytest.approx(2e-3)
+    assert read.flops_s == 3e9
+    text = terminal.as_text(written)
+    assert ["gather", "lane", "2", "0.2", "1.5", "0", "%"] in [line.split() for line in text.splitlines()]
+    assert "gather: compute x 1.50, transfers x 1.10" in " ".join(text.split())
+    assert json.loads(report.as_json(_report(asynchrony=_behind(1.0, 100.0, 120.0))))["hardware"] is None
 
 
 def test_sizes_grow_to_the_largest() -> None:

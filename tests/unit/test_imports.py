@@ -15,6 +15,7 @@ ORDER = [
     "errors",
     "config",
     "layout",
+    "trace",
     "comm",
     "timeline",
     "broadcast",
@@ -38,6 +39,7 @@ ORDER = [
     "sent",
     "in_flight",
     "reduction",
+    "ownership",
     "schedule",
     "numerics",
     "nonfinite",
@@ -49,8 +51,10 @@ ORDER = [
     "states",
     "sharded_weights",
     "optimizer",
+    "recorded",
     "plain",
     "sharding",
+    "plan",
     "checkpoint",
     "fleet",
     "run",
@@ -60,7 +64,7 @@ ORDER = [
 ]
 """Every module and package of hp_sharding. Each may import those above it, and none below."""
 
-WITHOUT_PADDLE = {"errors", "config", "layout", "foresight"}
+WITHOUT_PADDLE = {"errors", "config", "layout", "trace", "foresight"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
 MAX_LINES = 500
 

@@ -1,0 +1,248 @@
+"""How long a training step takes with hp_sharding, and with what Paddle and PyTorch offer for the same purpose.
+
+    python -m benchmarks.compare                               # as root: 2 and 4 hosts, three speeds of links
+    python -m benchmarks.compare --cells 1000:2                # one of these: links of 1000 Mbit/s, 2 hosts
+    python -m benchmarks.compare --results build/compare.json  # keeps what was measured, cell by cell
+    python -m benchmarks.compare --page build/compare.json     # measures nothing: the tables as Markdown
+    python -m benchmarks.compare --quick --cells 1000:2        # a look at whether it works; its figures mean little
+
+Everybody trains the GPT of ``benchmarks.step``: the same sizes, initial weights and batches, float32, AdamW. Every
+contender has its own processes, one a rank and host, which wait while the others train. They take turns, in rounds,
+and in each round the links are given one speed after the other. With two hosts a rank has a processor core to itself;
+with four, two ranks share one. *Alone* is the same training with the same framework in the same seats without any
+communication: what a step would take if the network were free.
+
+PyTorch runs in an environment of its own, which is made where it is missing (``benchmarks.peers.environment``). Where
+not all processes fit into memory at once, the peers take part in several sets, with hp_sharding in each of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing import connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from benchmarks import compare_page, compare_report, course, link_speed, links
+from benchmarks.contenders import CONTENDERS
+from benchmarks.peers import environment
+from benchmarks.peers.contenders import COMPARED, in_sets, taking_part
+from benchmarks.shape import Shape
+from benchmarks.step import BUFFER_MB
+from benchmarks.turns import ROOT, serve
+
+if TYPE_CHECKING:
+    from benchmarks.contenders import Trainee
+
+RATES_MBIT = (10000, 1000, 500)
+"""The fastest first: with it everybody gets warm."""
+HOSTS = (2, 4)
+_QUICK = {"layers": 2, "width": 128}
+_MEMORY_SHARE = 0.85
+"""Of what is available now, that the waiting processes may fill."""
+
+
+class Cell(NamedTuple):
+    """One setting: the speed of the links and the number of hosts."""
+
+    rate_mbit: int
+    nhosts: int
+
+    @classmethod
+    def parse(cls, text: str) -> Cell:
+        """From ``RATE:HOSTS``."""
+        rate, _, nhosts = text.partition(":")
+        return cls(int(rate), int(nhosts))
+
+
+def main() -> None:
+    """Runs the benchmark, or one rank of it, or shows what was measured."""
+    options = _options()
+    if options.as_rank:
+        _be_rank(options)
+    elif options.page:
+        _show(options)
+    else:
+        _run(options)
+
+
+def _show(options: argparse.Namespace) -> None:
+    cells = compare_report.read(options.page)
+    if options.into:
+        compare_page.put_into(options.into, compare_page.page(cells))
+    else:
+        print(compare_page.page(cells))
+    if options.plot:
+        compare_page.plot(cells, options.plot)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="A training step of hp_sharding beside Paddle's and PyTorch's ways.")
+    parser.add_argument("--cells", nargs="+", type=Cell.parse, metavar="RATE:HOSTS", help="Mbit/s and number of hosts")
+    parser.add_argument("--contenders", nargs="+", choices=COMPARED, metavar="NAME", help=", ".join(COMPARED))
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=2, help="timed steps of each contender and cell in each round")
+    parser.add_argument("--patience-s", type=float, default=60, help="for waiting while others are busy, for each set")
+    parser.add_argument("--buffer-mb", type=float, default=BUFFER_MB, help="hp_sharding's comm_buffer_size_MB")
+    parser.add_argument("--replicate-mb", type=float, default=BUFFER_MB / 2, help="its replicate_buffer_size_MB")
+    parser.add_argument("--memory-gb", type=float, help="for the processes of a set; default: most of what is free")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="adds what was measured to this file")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="prints the tables of such a file, and ends")
+    parser.add_argument("--into", type=Path, metavar="MARKDOWN", help="with --page: puts them between the marks there")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="with --page: draws them (extra `plot`)")
+    parser.add_argument("--quick", action="store_true", help="a small model, one round of one step")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    parser.add_argument("--as-rank", choices=COMPARED, help=argparse.SUPPRESS)
+    parser.add_argument("--weights", help=argparse.SUPPRESS)
+    parser.add_argument("--pipe", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.cells = options.cells or [Cell(rate, nhosts) for nhosts in HOSTS for rate in RATES_MBIT]
+    if options.quick:
+        options.rounds, options.steps, options.patience_s = 1, 1, 0.0
+    options.shape = _QUICK if options.quick else {}
+    return options
+
+
+# -- one rank ----------------------------------------------------------------------------------------------------------
+
+
+def _be_rank(options: argparse.Namespace) -> None:
+    shape = Shape(**options.shape)
+    # Imports its framework now, while nobody is being measured.
+    batches = _batches(COMPARED[options.as_rank].framework, shape, int(os.environ["PADDLE_TRAINER_ID"]))
+
+    def build() -> tuple[Trainee, Any]:
+        flags: dict[str, Any] = {"weights": options.weights}
+        if COMPARED[options.as_rank].framework == "paddle":
+            flags = {"comm_buffer_size_MB": options.buffer_mb, "replicate_buffer_size_MB": options.replicate_mb}
+        return CONTENDERS[options.as_rank].build(shape, flags), batches
+
+    serve(connection.Connection(options.pipe), build)
+
+
+def _batches(framework: str, shape: Shape, rank: int) -> Any:
+    if framework == "torch":
+        from benchmarks.peers import torch_model
+
+        return torch_model.Batches(shape, rank)
+    import paddle
+
+    from benchmarks import gpt
+
+    paddle.set_device("cpu")
+    return gpt.Batches(shape, rank)
+
+
+def _rank_command(options: argparse.Namespace, name: str, weights: Path) -> list[str]:
+    torch = COMPARED[name].framework == "torch"
+    command = [str(environment.interpreter()) if torch else sys.executable, "-W", "ignore"]
+    command += ["-m", "benchmarks.compare", "--as-rank", name, "--weights", str(weights)]
+    command += ["--buffer-mb", str(options.buffer_mb), "--replicate-mb", str(options.replicate_mb)]
+    return [*command, "--quick"] if options.quick else command
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+
+
+def _run(options: argparse.Namespace) -> None:
+    # Ended from outside, it still takes its processes and namespaces away.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    reason = links.available()
+    if reason:
+        sys.exit(f"nothing to compare without links of a known speed: {reason}")
+    cells = []
+    for nhosts in sorted({cell.nhosts for cell in options.cells}):
+        rates_mbit = [cell.rate_mbit for cell in options.cells if cell.nhosts == nhosts]
+        for cell in _measure(options, nhosts, rates_mbit):
+            cells.append(cell)
+            compare_report.print_cell(cell)
+            if options.results:
+                compare_report.add(cell, options.results)
+    if options.json:
+        print(json.dumps({"benchmark": "compare", "cells": cells}))
+
+
+def _measure(options: argparse.Namespace, nhosts: int, rates_mbit: list[int]) -> list[dict[str, Any]]:
+    """The cells of ``nhosts`` hosts, at all speeds, measured by the same processes."""
+    names = taking_part(nhosts, options.contenders)
+    if any(COMPARED[name].framework == "torch" for name in names):
+        environment.ensure()
+    available_mb = options.memory_gb * 1024 if options.memory_gb else _MEMORY_SHARE * _free_mb()
+    sets = in_sets(names, nhosts, available_mb)
+    with tempfile.TemporaryDirectory() as folder, links.shaped(nhosts, rate_mbit=rates_mbit[0]) as hosts:
+        weights = Path(folder, "weights.npz")
+        _write_weights(options, weights)
+        reached = [_reached(hosts, rate_mbit) for rate_mbit in rates_mbit]
+        brought = [_take_turns(options, hosts, rates_mbit, part, weights) for part in sets]
+    cells = []
+    for index, rate_mbit in enumerate(rates_mbit):
+        found = [compare_report.Turns.of(one, index, len(rates_mbit)) for one in brought]
+        cells.append({**_circumstances(options, rate_mbit, nhosts, reached[index]), **compare_report.cell(found)})
+        cells[-1]["targets"] = compare_report.judge(cells[-1])
+    return cells
+
+
+def _free_mb() -> float:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) / 1024
+
+
+def _write_weights(options: argparse.Namespace, file: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.peers.weights", str(file)]
+    subprocess.run([*command, "--shape", json.dumps(options.shape)], check=True, cwd=ROOT, capture_output=True)
+
+
+def _reached(hosts: list[links.Host], rate_mbit: int) -> dict[str, float]:
+    links.set_rate(hosts, rate_mbit)
+    return link_speed.measure(hosts)
+
+
+def _take_turns(
+    options: argparse.Namespace, hosts: list[links.Host], rates_mbit: list[int], names: list[str], weights: Path
+) -> course.Course:
+    links.set_rate(hosts, rates_mbit[0])
+    return course.run(
+        names,
+        links.seats(hosts, len(hosts)),
+        command=lambda name: _rank_command(options, name, weights),
+        schedule=course.Schedule(options.rounds * len(rates_mbit), options.steps, options.patience_s),
+        before_round=lambda number: links.set_rate(hosts, rates_mbit[number % len(rates_mbit)]),
+    )
+
+
+def _circumstances(
+    options: argparse.Namespace, rate_mbit: int, nhosts: int, reached: dict[str, float]
+) -> dict[str, Any]:
+    from importlib.metadata import version
+
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "command": f"python -m benchmarks.compare {' '.join(sys.argv[1:])}".strip(),
+        "machine": f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "paddle": version("paddlepaddle"),
+        "torch": environment.TORCH.partition("==")[2],
+        "rate_mbit": rate_mbit,
+        "hosts": nhosts,
+        "reached_mbit": reached,
+        "quick": options.quick,
+        "rounds": options.rounds,
+        "steps": options.steps,
+        "buffer_mb": options.buffer_mb,
+        "replicate_mb": options.replicate_mb,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Predicts memory and step time of a sharded training before it is run."""
