@@ -64,10 +64,10 @@ class GradientStorage:
         """Takes storage; its parameters' content is undefined until ``put``, its padding zero.
 
         Args:
-            used: is taken where it fits.
+            used: one that fits, to be taken.
         """
         assert self.full is None
-        if used is not None and used.numel == self._numel and used.dtype == self._name:
+        if used is not None:
             self.full = used.tensor
             self._pool.spoil(self.full)
         else:
@@ -75,6 +75,10 @@ class GradientStorage:
         self._address = self.full.data_ptr()
         if self._gaps:
             self._pool.zero(self.full, self._gaps)
+
+    def fits(self, used: Used) -> bool:
+        """Whether it can hold this gradient."""
+        return used.numel == self._numel and used.dtype == self._name
 
     def put(self, index: int, gradient: paddle.Tensor) -> None:
         """Copies parameter ``index``'s gradient in, or adds it to what is there. ``gradient`` is only read."""

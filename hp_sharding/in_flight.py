@@ -38,13 +38,9 @@ class GradientsInFlight:
 
     def alloc(self, storage: GradientStorage, *, limited: bool) -> None:
         """Storage for one more full gradient; where ``limited``, not before at most one other is left."""
-        flights, used = self._flights, None
-        while flights and flights[0].work.done():
-            used = _left_by(flights.popleft())
-        while flights and limited and self._n_filling + len(flights) >= MAX_LIVE_GRADIENTS:
-            flight = flights.popleft()
-            self._timeline.wait(flight.work)
-            used = flight.used
+        used = self._take_used(limited=limited)
+        if used is not None and not storage.fits(used):
+            used = None  # back to the pool before it is asked: it may be what the pool gives
         storage.alloc(used)
         self._n_filling += 1
 
@@ -61,6 +57,16 @@ class GradientsInFlight:
     def forget(self) -> None:
         """All reductions are done: their storage goes back to the pool."""
         self._flights.clear()
+
+    def _take_used(self, *, limited: bool) -> Used | None:
+        flights, used = self._flights, None
+        while flights and flights[0].work.done():
+            used = _left_by(flights.popleft())
+        while flights and limited and self._n_filling + len(flights) >= MAX_LIVE_GRADIENTS:
+            flight = flights.popleft()
+            self._timeline.wait(flight.work)
+            used = flight.used
+        return used
 
 
 def _left_by(flight: _Flight) -> Used | None:

@@ -454,6 +454,7 @@ class ShardedOptimizer:
     def _finish_reductions(self) -> None:
         for bucket in range(len(self.buffers)):
             self._reducer.wait(bucket)
+        self._reducer.give_back()
 
     def _settle_gathers(self) -> None:
         """So that shards can be written: no gather reads them, and what was gathered ahead is gathered again."""

@@ -285,6 +285,10 @@ class Reducer:
         if self._replicator is not None:
             self._replicator.wait(bucket)
 
+    def give_back(self) -> None:
+        """Lets the pool have the storage of what has been reduced. All sums are final."""
+        self._in_flight.forget()
+
     def clear(self, set_to_zero: bool) -> None:
         """Forgets all gradients. Brings a model whose backward failed back into step with its peers.
 
