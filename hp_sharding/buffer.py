@@ -424,11 +424,13 @@ class GradientStorage:
     Attributes:
         full: the flat gradient, or None.
         filled: for each parameter, whether it holds a gradient.
+        nbytes: bytes of ``full``, whether it exists or not.
     """
 
     def __init__(self, layout: BucketLayout, params: Sequence[EagerParamBase], pool: StoragePool) -> None:
         self.full: paddle.Tensor | None = None
         self.filled = [False] * len(params)
+        self.nbytes = layout.gradient_nbytes
         self._layout = layout
         self._pool = pool
         self._dtype = layout.dtypes.gradient

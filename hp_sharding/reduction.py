@@ -19,15 +19,11 @@ from .buffer import FusedCommBuffer, GradientStorage
 from .comm import Communicator, Work
 from .errors import StateError
 from .facts import Agreement, Facts
+from .live_gradients import LiveGradients
 from .replication import Replicator
 from .running import RunningState
 from .sent import SentGradients
 from .timeline import Timeline
-
-MAX_LIVE_GRADIENTS = 2
-"""Full gradients that exist at a time in stage 2: one filling, one being reduced. Waiting for the older reduction
-costs nothing where compute is the slower side, and where the link is, it is busy all the same."""
-
 
 PUBLISH_ALWAYS_ROUNDS = 8
 PUBLISH_EVERY_ROUNDS = 32
@@ -108,8 +104,7 @@ class Reducer:
         self._replicator = _make_replicator(buffers, arena, lanes=lanes, rules=rules, timeline=timeline)
         self._timeline = timeline
         self._works: list[Work | None] = [None] * len(buffers)
-        self._in_flight: deque[Work] = deque()
-        self._n_filling = 0
+        self._live = LiveGradients(buffers, timeline)
         self._agreements: deque[Agreement] = deque()
         self.round = 0
         self._unreduced = False
@@ -368,17 +363,7 @@ class Reducer:
             _show_gradient(param, storage.view(index))
 
     def _alloc(self, storage: GradientStorage) -> None:
-        """Storage for one more full gradient; in stage 2 not before at most one other is left."""
-        while self._in_flight and self._in_flight[0].done():
-            self._in_flight.popleft()
-        while self._in_flight and self.sync and self._n_filling + len(self._in_flight) >= MAX_LIVE_GRADIENTS:
-            self._timeline.wait(self._in_flight.popleft())
-        storage.alloc()
-        self._n_filling += 1
-
-    def _free(self, storage: GradientStorage) -> None:
-        storage.free()
-        self._n_filling -= 1
+        self._live.alloc(storage, waits=self.sync)
 
     def _is_live(self, bucket: int) -> bool:
         # Not whether it holds gradients: that is this rank's alone. Those of a parameter that was frozen since stay.
@@ -423,8 +408,7 @@ class Reducer:
         if self._rules.keeps_gradient:
             self._sent.note(buffer)
         else:
-            self._in_flight.append(work)
-            self._free(storage)
+            self._live.launch(storage, work)
 
     def _learn_order(self) -> None:
         """The order in which this round's buckets filled up, then those that did not, then those held back."""
@@ -451,7 +435,7 @@ class Reducer:
     def _wait_all(self) -> None:
         for bucket in range(len(self._buffers)):
             self.wait(bucket)
-        self._in_flight.clear()
+        self._live.forget()
 
     def _clear_bucket(self, buffer: FusedCommBuffer) -> None:
         for param in buffer.params:
@@ -461,7 +445,7 @@ class Reducer:
         if self._rules.keeps_gradient:
             buffer.gradient.reset()
         elif buffer.gradient.full is not None:
-            self._free(buffer.gradient)
+            self._live.free(buffer.gradient)
 
 
 def _make_replicator(

@@ -36,6 +36,7 @@ ORDER = [
     "facts",
     "replication",
     "sent",
+    "live_gradients",
     "reduction",
     "ownership",
     "schedule",
