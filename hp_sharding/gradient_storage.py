@@ -38,6 +38,7 @@ class GradientStorage:
     Attributes:
         full: the flat gradient, or None.
         filled: for each parameter, whether it holds a gradient.
+        nbytes: bytes of ``full``, whether it exists or not.
         wire_dtype: what it is rounded to on its way; None for nothing else than it is of.
     """
 
@@ -46,6 +47,7 @@ class GradientStorage:
         self.filled = [False] * len(params)
         dtypes = layout.dtypes
         self.wire_dtype = None if dtypes.reduce == dtypes.gradient else dtypes.reduce
+        self.nbytes = layout.gradient_nbytes
         self._numel = layout.numel
         self._slots = layout.slots
         self._shapes = [list(param.shape) for param in params]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import CommError
@@ -13,8 +14,9 @@ if TYPE_CHECKING:
     from .comm import Work
 
 MAX_LIVE_GRADIENTS = 2
-"""Full gradients that exist at a time in stage 2: one filling, one being reduced. Waiting for the older reduction
-costs nothing where compute is the slower side, and where the link is, it is busy all the same."""
+"""Full gradients of the largest bucket that there is memory for: one filling, one being reduced. Smaller ones share
+it. Waiting for older reductions costs nothing where compute is the slower side, and where the link is, it is busy all
+the same; but near the end of a backward, where buckets are small, the link has still to begin with the last ones."""
 
 
 class _Flight(NamedTuple):
@@ -22,6 +24,7 @@ class _Flight(NamedTuple):
 
     work: Work
     used: Used | None
+    nbytes: int
 
 
 class GradientsInFlight:
@@ -29,44 +32,51 @@ class GradientsInFlight:
 
     So that a bucket's storage is neither looked for nor given back: the tensor stays, and the next bucket of that size
     fills it.
+
+    Args:
+        storages: of all buckets.
+        timeline: counts the waits.
     """
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, storages: Iterable[GradientStorage], timeline: Timeline) -> None:
         self._timeline = timeline
         self._flights: deque[_Flight] = deque()
-        self._n_filling = 0
+        self._limit_bytes = MAX_LIVE_GRADIENTS * max(storage.nbytes for storage in storages)
+        self._live_bytes = 0
 
     def alloc(self, storage: GradientStorage, *, limited: bool) -> None:
-        """Storage for one more full gradient; where ``limited``, not before at most one other is left."""
-        used = self._take_used(limited=limited)
-        if used is not None and not storage.fits(used):
-            used = None  # back to the pool before it is asked: it may be what the pool gives
-        storage.alloc(used)
-        self._n_filling += 1
+        """Storage for one more full gradient; where ``limited``, not before there is room beside what is reduced."""
+        # What does not fit is back in the pool before it is asked: it may be what the pool gives.
+        storage.alloc(self._take_used(storage, limited=limited))
+        self._live_bytes += storage.nbytes
 
     def free(self, storage: GradientStorage) -> None:
         """Nobody will reduce it."""
         storage.free()
-        self._n_filling -= 1
+        self._live_bytes -= storage.nbytes
 
     def send(self, storage: GradientStorage, work: Work) -> None:
         """The gradient is being reduced by ``work``; its storage is free for another."""
-        self._flights.append(_Flight(work, storage.hand_over()))
-        self._n_filling -= 1
+        self._flights.append(_Flight(work, storage.hand_over(), storage.nbytes))
 
     def forget(self) -> None:
         """All reductions are done: their storage goes back to the pool."""
-        self._flights.clear()
+        while self._flights:
+            self._live_bytes -= self._flights.popleft().nbytes
 
-    def _take_used(self, *, limited: bool) -> Used | None:
-        flights, used = self._flights, None
+    def _take_used(self, storage: GradientStorage, *, limited: bool) -> Used | None:
+        flights, found = self._flights, None
         while flights and flights[0].work.done():
-            used = _left_by(flights.popleft())
-        while flights and limited and self._n_filling + len(flights) >= MAX_LIVE_GRADIENTS:
             flight = flights.popleft()
+            self._live_bytes -= flight.nbytes
+            used = _left_by(flight)
+            found = used if used is not None and storage.fits(used) else found
+        while flights and limited and self._live_bytes + storage.nbytes > self._limit_bytes:
+            flight = flights.popleft()
+            self._live_bytes -= flight.nbytes
             self._timeline.wait(flight.work)
-            used = flight.used
-        return used
+            found = flight.used if flight.used is not None and storage.fits(flight.used) else found
+        return found
 
 
 def _left_by(flight: _Flight) -> Used | None:

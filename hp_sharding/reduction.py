@@ -104,7 +104,7 @@ class Reducer:
         self._replicator = _make_replicator(buffers, arena, lanes=lanes, rules=rules, timeline=timeline)
         self._timeline = timeline
         self._works: list[Work | None] = [None] * len(buffers)
-        self._in_flight = GradientsInFlight(timeline)
+        self._in_flight = GradientsInFlight([buffer.gradient for buffer in buffers], timeline)
         self._agreements: deque[Agreement] = deque()
         self.round = 0
         self._unreduced = False

@@ -8,8 +8,8 @@ compute more than the copying does. Here a thread sleeps in the kernel until a g
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -20,10 +20,8 @@ from .memory import Bytes
 
 # What has to be there before a receiver is woken, where as much is expected. At 1 Gbit/s that is once in 2 ms.
 _WAKE_BYTES = 256 << 10
-# Older kernels may forget to wake anybody at all.
-_LOOK_AGAIN_MS = 1000
-# What the kernel hands over at a time: there is no use in waiting for less.
-_SEGMENT_BYTES = 64 << 10
+# Older kernels may forget to wake anybody at all: after a second a receiver looks for itself. A ``struct timeval``.
+_LOOK_AGAIN = struct.pack("ll", 1, 0)
 
 
 class Transfer:
@@ -130,8 +128,7 @@ class TcpLinks:
     def __init__(self, name: str, ways: Ways) -> None:
         self._ways = ways
         self._wake_bytes = 1
-        self._arrival = select.poll()
-        self._arrival.register(ways.from_before, select.POLLIN)
+        ways.from_before.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _LOOK_AGAIN)
         self._sender = _Pump(f"{name}-send", self.send, self.cut)
         self._receiver = _Pump(f"{name}-recv", self.recv, self.cut)
         self._sender.start()
@@ -152,15 +149,12 @@ class TcpLinks:
     def recv(self, data: Bytes) -> None:
         """See ``Links``."""
         rest = data.data
-        while rest:
-            flags = self._await_arrival(len(rest))
-            try:
-                nbytes = self._ways.from_before.recv_into(rest, 0, flags)
-            except BlockingIOError:
-                continue
-            if nbytes == 0:
-                raise ConnectionResetError("the rank before has closed the connection")
-            rest = rest[nbytes:]
+        if len(rest) > 2 * _WAKE_BYTES:
+            # The end of the message is still to come then, so that the kernel always has enough to wake us once more.
+            self._wake_at(_WAKE_BYTES)
+            rest = self._fill(rest, len(rest) - _WAKE_BYTES)
+        self._wake_at(1)
+        self._fill(rest, len(rest))
 
     def cut(self) -> None:
         """Ends what is under way, with an error, from any thread; nothing can be sent or received any more."""
@@ -184,15 +178,19 @@ class TcpLinks:
             way.close()
         return True
 
-    def _await_arrival(self, expected_bytes: int) -> int:
-        """Blocks until a good part of what is expected has come, if that is much. Returns the flags to receive with."""
-        wake_bytes = min(expected_bytes, _WAKE_BYTES) if expected_bytes > _SEGMENT_BYTES else 1
-        if wake_bytes != self._wake_bytes:
-            self._ways.from_before.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
-            self._wake_bytes = wake_bytes
-        if wake_bytes == 1:
-            return 0
-        self._arrival.poll(_LOOK_AGAIN_MS)
-        # The kernel also wakes for less, where its window gets narrow. A receive that may block takes that and then
-        # waits for as much as it was to wait for at first, counted anew: for ever, if the message ends before.
-        return socket.MSG_DONTWAIT
+    def _fill(self, rest: memoryview, nbytes: int) -> memoryview:
+        """Receives so many bytes; returns what is left of the memory. Sleeps in the kernel, in one call mostly."""
+        while nbytes:
+            try:
+                count = self._ways.from_before.recv_into(rest, nbytes, socket.MSG_WAITALL)
+            except BlockingIOError:
+                continue  # looked again
+            if count == 0:
+                raise ConnectionResetError("the rank before has closed the connection")
+            rest, nbytes = rest[count:], nbytes - count
+        return rest
+
+    def _wake_at(self, nbytes: int) -> None:
+        if nbytes != self._wake_bytes:
+            self._ways.from_before.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            self._wake_bytes = nbytes

@@ -23,6 +23,7 @@ import paddle
 from paddle.base import core
 
 from ..errors import CommError, ConfigError
+from .slack import slow_timers
 
 # The store's constructor aborts the process when its port is taken, so ports come from below the range out of which
 # the kernel serves outgoing connections: only another server can be there, and that the probe sees.
@@ -162,7 +163,8 @@ def _apart(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if backend == "gloo" and world_size > 1:
             store = _store_of_its_own(store, rank, group_name)
-        return original(backend, store, rank, world_size, group_name, *args, **kwargs)
+        with slow_timers():
+            return original(backend, store, rank, world_size, group_name, *args, **kwargs)
 
     return new_process_group
 

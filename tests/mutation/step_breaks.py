@@ -247,7 +247,7 @@ WAITS = [
     Break(
         "in_flight.py",
         "nobody knows which gradients are still reduced",
-        "        self._flights.append(_Flight(work, storage.hand_over()))\n",
+        "        self._flights.append(_Flight(work, storage.hand_over(), storage.nbytes))\n",
         "        storage.hand_over()\n",
         (played("two gradients"),),
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import socket
+import struct
 import time
 import weakref
 from collections.abc import Iterator
@@ -55,7 +56,7 @@ def test_a_receiver_that_is_woken_early_gets_the_rest() -> None:
     source, target = _connection(receive_bytes=65_536, send_bytes=16_384)
     back = _connection()
     sender, receiver = TcpLinks("sender", Ways(source, back[1])), TcpLinks("receiver", Ways(back[0], target))
-    for nbytes in (65_535, 65_536, 65_537, 100_000, 262_144, 300_001, 1_000_000):
+    for nbytes in (65_535, 65_536, 65_537, 100_000, 262_144, 300_001, 524_288, 524_289, 600_000, 1_000_000):
         content = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
         found = np.zeros(nbytes, np.uint8)
         received = receiver.start_recv(found)
@@ -65,6 +66,36 @@ def test_a_receiver_that_is_woken_early_gets_the_rest() -> None:
     for links in (sender, receiver):
         links.stop()
         assert links.join(time.monotonic() + PATIENCE_S)
+
+
+@pytest.mark.parametrize("missing", [1, 70_000, 262_143, 262_144, 262_145, 600_000])
+def test_the_end_of_a_message_may_come_late(ends: tuple[TcpLinks, Ways], missing: int) -> None:
+    """Nothing stands behind it that could wake a receiver who waits for more."""
+    links, others = ends
+    # It shall not have to look for itself.
+    links._ways.from_before.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 60, 0))
+    content = np.random.default_rng(missing).integers(0, 256, 1_000_000, np.uint8)
+    found = np.zeros(len(content), np.uint8)
+    received = links.start_recv(found)
+    others.to_next.sendall(content[:-missing].data)
+    time.sleep(0.05)
+    assert not received._over.acquire(blocking=False), "over before all of it has come"
+    others.to_next.sendall(content[-missing:].data)
+    assert _is_over(received)
+    assert np.array_equal(found, content)
+
+
+def test_a_receiver_looks_again_where_nobody_wakes_it(ends: tuple[TcpLinks, Ways]) -> None:
+    """As old kernels do: here it waits for more than will ever come."""
+    links, others = ends
+    received = links.start_recv(np.zeros(1, np.uint8))
+    others.to_next.sendall(b"x")
+    assert _is_over(received)
+    links._ways.from_before.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 100_000)
+    received = links.start_recv(np.zeros(1000, np.uint8))
+    time.sleep(0.05)
+    others.to_next.sendall(bytes(1000))
+    assert _is_over(received)
 
 
 def test_a_failed_send_ends_the_receive_too(ends: tuple[TcpLinks, Ways]) -> None:

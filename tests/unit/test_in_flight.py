@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import paddle
 import pytest
 from paddle.base.framework import EagerParamBase
@@ -18,13 +20,13 @@ class Rig:
 
     def __init__(self, *sizes: int) -> None:
         self.pool, self.lane = PoisoningPool(), WaitingLane("reduce")
-        self.in_flight = GradientsInFlight(Timeline(enabled=False))
         specs = [ParamSpec(f"p{number}", size, "float32", 4, number, False) for number, size in enumerate(sizes)]
         layouts = plan_buckets(specs, [f"u{number}" for number in range(len(sizes))], BucketRules(1, 1, True, False))
         params = [EagerParamBase(shape=[size], dtype="float32") for size in sizes]
         self.storages = [
             GradientStorage(layout, [param], self.pool) for layout, param in zip(layouts, params, strict=True)
         ]
+        self.in_flight = GradientsInFlight(self.storages, Timeline(enabled=False))
         self.outputs = [paddle.zeros([layout.numel]) for layout in layouts]
 
     def fill(self, number: int, value: float) -> int:
@@ -104,3 +106,103 @@ def test_forgotten_storage_goes_back_to_the_pool() -> None:
     rig.in_flight.forget()
     rig.pool.trim()
     assert rig.pool.allocated_bytes == 0
+
+
+# -- how much there may be ---------------------------------------------------------------------------------------------
+
+
+class _Storage:
+    """What ``GradientStorage`` is to the one who counts it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.n_allocated = 0
+
+    def alloc(self, used: Any = None) -> None:
+        self.n_allocated += 1
+
+    def free(self) -> None:
+        self.n_allocated -= 1
+
+    def hand_over(self) -> None:
+        self.n_allocated -= 1
+
+
+class _Reduction:
+    """A work that is over once somebody has waited for it. ``n_waits`` counts those who had to."""
+
+    on_device = False
+
+    def __init__(self) -> None:
+        self.n_waits = 0
+        self.is_over = False
+
+    def wait(self) -> None:
+        self.n_waits += not self.is_over
+        self.is_over = True
+
+    def done(self) -> bool:
+        return self.is_over
+
+
+def _sides(*sizes: int) -> tuple[GradientsInFlight, list[Any], list[Any]]:
+    storages: list[Any] = [_Storage(nbytes) for nbytes in sizes]
+    return GradientsInFlight(storages, Timeline(False)), storages, [_Reduction() for _ in sizes]
+
+
+def _reduce_all(live: GradientsInFlight, storages: list[Any], works: list[Any]) -> None:
+    for storage, work in zip(storages, works, strict=True):
+        live.alloc(storage, limited=True)
+        live.send(storage, work)
+
+
+def test_the_third_of_a_size_waits_for_the_first() -> None:
+    live, storages, works = _sides(100, 100, 100, 100)
+    _reduce_all(live, storages, works)
+    assert [work.n_waits for work in works] == [1, 1, 0, 0]
+    assert not any(storage.n_allocated for storage in storages), "a reduction keeps its memory, nobody else does"
+
+
+def test_small_ones_share_the_memory_of_large_ones() -> None:
+    """The last buckets of a backward: their reductions stand in line, and backward goes on."""
+    live, storages, works = _sides(100, 60, 30, 10)
+    _reduce_all(live, storages, works)
+    assert [work.n_waits for work in works] == [0, 0, 0, 0]
+    more: Any = _Storage(1)
+    work: Any = _Reduction()
+    live.alloc(more, limited=True)
+    live.send(more, work)
+    assert works[0].n_waits == 1, "one byte too many"
+    assert works[1].n_waits == 0
+
+
+def test_one_that_still_fills_up_counts() -> None:
+    live, storages, works = _sides(100, 100, 50)
+    live.alloc(storages[0], limited=True)
+    live.alloc(storages[1], limited=True)
+    live.send(storages[1], works[1])
+    live.alloc(storages[2], limited=True)
+    assert works[1].n_waits == 1
+    live.free(storages[0])
+    live.send(storages[2], works[2])
+    live.alloc(storages[0], limited=True)
+    assert works[2].n_waits == 0, "what was let go of counts no more"
+
+
+def test_what_is_over_is_not_waited_for() -> None:
+    live, storages, works = _sides(100, 100, 100)
+    works[0].is_over = True
+    _reduce_all(live, storages, works)
+    assert [work.n_waits for work in works] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_without_waiting_and_after_all_were_waited_for(forgets: bool) -> None:
+    live, storages, works = _sides(100, 100, 100)
+    for storage, work in zip(storages, works, strict=True):
+        live.alloc(storage, limited=False)
+        live.send(storage, work)
+    if forgets:
+        live.forget()
+    live.alloc(storages[0], limited=True)
+    assert [work.n_waits for work in works] == ([0, 0, 0] if forgets else [1, 1, 0])
