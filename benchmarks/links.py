@@ -1,8 +1,10 @@
 """Networks of a known speed on one machine.
 
-``shaped(nhosts)`` makes one network namespace a host, joined by a bridge; each end of each cable lets through
-``rate_mbit`` in each direction. It needs root and the ``ip`` and ``tc`` commands, and takes everything away at the end.
-``loopback(nhosts)`` gives hosts of the same form that share the machine's own loopback, at whatever speed that has.
+``shaped(nhosts)`` makes one network namespace a host; two are joined by a cable, more by a bridge. Each end of each
+cable lets through ``rate_mbit``. What the emulation does, it does on the cores that train, as no real cable would: so
+there is no bridge where none is needed, and none with a packet filter. It needs root and the ``ip`` and ``tc``
+commands, and takes everything away at the end. ``loopback(nhosts)`` gives hosts of the same form that share the
+machine's own loopback, at whatever speed that has.
 
 Try it: ``python -m benchmarks.links`` says whether shaped links work here.
 """
@@ -27,6 +29,7 @@ RATE_MBIT = 1000
 _BURST_KB = 256
 _LATENCY_MS = 100
 _SUBNET = "10.213.77"
+_NO_FILTER = [f"net.bridge.bridge-nf-call-{table}=0" for table in ("iptables", "ip6tables", "arptables")]
 # Ethernet, IP and TCP headers with time stamps take 66 + 24 of every 1514 + 24 bytes on a real cable; the shaper counts
 # the frame without preamble, checksum and gap.
 PAYLOAD_SHARE = 1448 / 1514
@@ -40,7 +43,7 @@ class Host:
         name: the namespace, None for the machine itself.
         address: IPv4 address at which the other hosts reach it.
         interface: what Gloo is to use.
-        ends: of its cable, the namespace and the interface of each; none for the machine itself.
+        ends: that are shaped for it, the namespace and the interface of each; none for the machine itself.
     """
 
     name: str | None
@@ -84,27 +87,28 @@ def available() -> str | None:
 
 @contextlib.contextmanager
 def shaped(nhosts: int, *, rate_mbit: int = RATE_MBIT) -> Iterator[list[Host]]:
-    """Makes ``nhosts`` namespaces joined by a bridge, each with a link of ``rate_mbit`` Mbit/s in each direction.
+    """Makes ``nhosts`` namespaces that reach each other, each with a link of ``rate_mbit`` Mbit/s in each direction.
 
     Raises:
         subprocess.CalledProcessError: the machine does not allow it; ``available()`` says so beforehand.
     """
     prefix = f"hps-{secrets.token_hex(3)}"
-    switch = f"{prefix}-switch"
-    names = [f"{prefix}-{index}" for index in range(nhosts)]
-    ends = [((name, "eth0"), (switch, f"port{index}")) for index, name in enumerate(names)]
-    hosts = [Host(name, f"{_SUBNET}.{index + 1}", "eth0", ends[index]) for index, name in enumerate(names)]
+    switch = None if nhosts == 2 else f"{prefix}-switch"
+    hosts = [_host(f"{prefix}-{index}", index, switch) for index in range(nhosts)]
+    names = [host.name for host in hosts if host.name]
     made: list[str] = []
     # Unlike an interrupt from the keyboard, this signal would end Python without the clean-up below.
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        for name in (switch, *names):
+        for name in ([switch] if switch else []) + names:
             _ip("netns", "add", name)
             made.append(name)
-        _ip("-n", switch, "link", "add", "bridge0", "type", "bridge")
-        _ip("-n", switch, "link", "set", "bridge0", "up")
+        if switch is None:
+            _ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        else:
+            _plug_in(switch, hosts)
         for host in hosts:
-            _join(host)
+            _bring_up(host)
         set_rate(hosts, rate_mbit, action="add")
         yield hosts
     finally:
@@ -127,11 +131,26 @@ def set_rate(hosts: Sequence[Host], rate_mbit: int, *, action: str = "change") -
             _run("tc", "-n", namespace, "qdisc", action, "dev", interface, "root", "tbf", *_shape(rate_mbit))
 
 
-def _join(host: Host) -> None:
-    (name, _), (switch, port) = host.ends
-    _ip("link", "add", host.interface, "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
-    _ip("-n", switch, "link", "set", port, "master", "bridge0")
-    _ip("-n", switch, "link", "set", port, "up")
+def _host(name: str, index: int, switch: str | None) -> Host:
+    own = (name, "eth0")
+    return Host(name, f"{_SUBNET}.{index + 1}", "eth0", (own, (switch, f"port{index}")) if switch else (own,))
+
+
+def _plug_in(switch: str, hosts: Sequence[Host]) -> None:
+    """Joins the hosts by a bridge in a namespace of its own."""
+    _ip("-n", switch, "link", "add", "bridge0", "type", "bridge")
+    _ip("-n", switch, "link", "set", "bridge0", "up")
+    # Where the kernel knows no such filter there is nothing to switch off.
+    subprocess.run(["ip", "netns", "exec", switch, "sysctl", "-qw", *_NO_FILTER], check=False, capture_output=True)
+    for host in hosts:
+        (name, own), (_, port) = host.ends
+        _ip("link", "add", own, "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
+        _ip("-n", switch, "link", "set", port, "master", "bridge0")
+        _ip("-n", switch, "link", "set", port, "up")
+
+
+def _bring_up(host: Host) -> None:
+    name = str(host.name)
     _ip("-n", name, "address", "add", f"{host.address}/24", "dev", host.interface)
     _ip("-n", name, "link", "set", host.interface, "up")
     _ip("-n", name, "link", "set", "lo", "up")
