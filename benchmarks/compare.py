@@ -2,8 +2,9 @@
 
     python -m benchmarks.compare                               # as root: 2 and 4 hosts, three speeds of links
     python -m benchmarks.compare --cells 1000:2                # one of these: links of 1000 Mbit/s, 2 hosts
-    python -m benchmarks.compare --results build/compare.json  # keeps what was measured, cell by cell
+    python -m benchmarks.compare --results build/compare.json  # keeps what was measured, set by set
     python -m benchmarks.compare --page build/compare.json     # measures nothing: the tables as Markdown
+    python -m benchmarks.compare --experiment ddp_buckets      # which settings suit PyTorch: one question
     python -m benchmarks.compare --quick --cells 1000:2        # a look at whether it works; its figures mean little
 
 Everybody trains the GPT of ``benchmarks.step``: the same sizes, initial weights and batches, float32, AdamW. Every
@@ -13,7 +14,7 @@ with four, two ranks share one. *Alone* is the same training with the same frame
 communication: what a step would take if the network were free.
 
 PyTorch runs in an environment of its own, which is made where it is missing (``benchmarks.peers.environment``). Where
-not all processes fit into memory at once, each framework's peers have a set of their own, with hp_sharding in each.
+not all processes fit into memory at once, each framework's peers have sets of their own, with hp_sharding in each.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks import compare_page, compare_report, course, link_speed, links
+from benchmarks.circumstances import machine
 from benchmarks.contenders import CONTENDERS
 from benchmarks.peers import environment
-from benchmarks.peers.contenders import COMPARED, in_sets, taking_part
+from benchmarks.peers.contenders import COMPARED, DDP_MB, EXPERIMENTS, PREFETCHED, in_sets, taking_part
 from benchmarks.shape import Shape
 from benchmarks.step import BUFFER_MB
 from benchmarks.turns import ROOT, serve
@@ -88,11 +90,16 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A training step of hp_sharding beside Paddle's and PyTorch's ways.")
     parser.add_argument("--cells", nargs="+", type=Cell.parse, metavar="RATE:HOSTS", help="Mbit/s and number of hosts")
     parser.add_argument("--contenders", nargs="+", choices=COMPARED, metavar="NAME", help=", ".join(COMPARED))
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--experiment", choices=EXPERIMENTS, help="one question about PyTorch's settings")
+    parser.add_argument(
+        "--rounds", type=int, help="turns of each contender at each speed; default: 3, with four hosts 2"
+    )
     parser.add_argument("--steps", type=int, help="timed steps of each turn; default: 2, with four hosts 1")
     parser.add_argument("--patience-s", type=float, default=60, help="for waiting while others are busy, for each set")
     parser.add_argument("--buffer-mb", type=float, default=BUFFER_MB, help="hp_sharding's comm_buffer_size_MB")
     parser.add_argument("--replicate-mb", type=float, default=BUFFER_MB / 2, help="its replicate_buffer_size_MB")
+    parser.add_argument("--ddp-mb", type=int, default=DDP_MB, help="size of the buckets of PyTorch DDP")
+    parser.add_argument("--prefetch", type=int, default=PREFETCHED, help="blocks that PyTorch FSDP2 gathers ahead")
     parser.add_argument("--memory-gb", type=float, help="for the processes of a set; default: most of what is free")
     parser.add_argument("--results", type=Path, metavar="FILE", help="adds what was measured to this file")
     parser.add_argument("--page", type=Path, metavar="FILE", help="prints the tables of such a file, and ends")
@@ -104,7 +111,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--weights", help=argparse.SUPPRESS)
     parser.add_argument("--pipe", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.cells = options.cells or [Cell(rate, nhosts) for nhosts in HOSTS for rate in RATES_MBIT]
+    standard = [Cell(1000, 2)] if options.experiment else [Cell(rate, n) for n in HOSTS for rate in RATES_MBIT]
+    options.cells = options.cells or standard
     if options.quick:
         options.rounds, options.steps, options.patience_s = 1, 1, 0.0
     options.shape = _QUICK if options.quick else {}
@@ -120,7 +128,8 @@ def _be_rank(options: argparse.Namespace) -> None:
     batches = _batches(COMPARED[options.as_rank].framework, shape, int(os.environ["PADDLE_TRAINER_ID"]))
 
     def build() -> tuple[Trainee, Any]:
-        flags: dict[str, Any] = {"weights": options.weights}
+        settings = {"bucket_mb": options.ddp_mb, "prefetched": options.prefetch}
+        flags: dict[str, Any] = {"weights": options.weights, "settings": settings}
         if COMPARED[options.as_rank].framework == "paddle":
             flags = {"comm_buffer_size_MB": options.buffer_mb, "replicate_buffer_size_MB": options.replicate_mb}
         return CONTENDERS[options.as_rank].build(shape, flags), batches
@@ -146,6 +155,7 @@ def _rank_command(options: argparse.Namespace, name: str, weights: Path) -> list
     command = [str(environment.interpreter()) if torch else sys.executable, "-W", "ignore"]
     command += ["-m", "benchmarks.compare", "--as-rank", name, "--weights", str(weights)]
     command += ["--buffer-mb", str(options.buffer_mb), "--replicate-mb", str(options.replicate_mb)]
+    command += ["--ddp-mb", str(options.ddp_mb), "--prefetch", str(options.prefetch)]
     return [*command, "--quick"] if options.quick else command
 
 
@@ -158,34 +168,44 @@ def _run(options: argparse.Namespace) -> None:
     reason = links.available()
     if reason:
         sys.exit(f"nothing to compare without links of a known speed: {reason}")
+    if options.experiment:
+        print(f"{options.experiment}: {EXPERIMENTS[options.experiment]}")
     cells = []
     for nhosts in sorted({cell.nhosts for cell in options.cells}):
         rates_mbit = [cell.rate_mbit for cell in options.cells if cell.nhosts == nhosts]
         for cell in _measure(options, nhosts, rates_mbit):
             cells.append(cell)
             compare_report.print_cell(cell)
-            if options.results:
-                compare_report.add(cell, options.results)
     if options.json:
         print(json.dumps({"benchmark": "compare", "cells": cells}))
 
 
 def _measure(options: argparse.Namespace, nhosts: int, rates_mbit: list[int]) -> list[dict[str, Any]]:
-    """The cells of ``nhosts`` hosts, at all speeds, measured by the same processes."""
-    names = taking_part(nhosts, options.contenders)
+    """The cells of ``nhosts`` hosts, at all speeds, measured by the same processes; kept after each set of those."""
+    names = taking_part(nhosts, options.contenders, options.experiment or "")
     if any(COMPARED[name].framework == "torch" for name in names):
         environment.ensure()
     available_mb = options.memory_gb * 1024 if options.memory_gb else _MEMORY_SHARE * _free_mb()
     sets = in_sets(names, nhosts, available_mb)
+    brought: list[course.Course] = []
     with tempfile.TemporaryDirectory() as folder, links.shaped(nhosts, rate_mbit=rates_mbit[0]) as hosts:
         weights = Path(folder, "weights.npz")
         _write_weights(options, weights)
-        reached = [_reached(hosts, rate_mbit) for rate_mbit in rates_mbit]
-        brought = [_take_turns(options, hosts, rates_mbit, part, weights) for part in sets]
+        about = [_circumstances(options, rate_mbit, hosts) for rate_mbit in rates_mbit]
+        for part in sets:
+            brought.append(_take_turns(options, hosts, rates_mbit, part, weights))
+            cells = _cells(about, brought, sets[len(brought) :])
+            if options.results:
+                compare_report.keep(cells, options.results)
+    return cells
+
+
+def _cells(about: list[dict[str, Any]], brought: list[course.Course], missing: list[list[str]]) -> list[dict[str, Any]]:
+    """One for each speed, of the sets that have had their turns; ``missing`` are those that have not."""
     cells = []
-    for index, rate_mbit in enumerate(rates_mbit):
-        found = [compare_report.Turns.of(one, index, len(rates_mbit)) for one in brought]
-        cells.append({**_circumstances(options, rate_mbit, nhosts, reached[index]), **compare_report.cell(found)})
+    for index, circumstances in enumerate(about):
+        found = [compare_report.Turns.of(one, index, len(about)) for one in brought]
+        cells.append({**circumstances, **compare_report.cell(found), "missing": missing})
         cells[-1]["targets"] = compare_report.judge(cells[-1])
     return cells
 
@@ -200,11 +220,6 @@ def _write_weights(options: argparse.Namespace, file: Path) -> None:
     subprocess.run([*command, "--shape", json.dumps(options.shape)], check=True, cwd=ROOT, capture_output=True)
 
 
-def _reached(hosts: list[links.Host], rate_mbit: int) -> dict[str, float]:
-    links.set_rate(hosts, rate_mbit)
-    return link_speed.measure(hosts)
-
-
 def _take_turns(
     options: argparse.Namespace, hosts: list[links.Host], rates_mbit: list[int], names: list[str], weights: Path
 ) -> course.Course:
@@ -213,7 +228,9 @@ def _take_turns(
         names,
         links.seats(hosts, len(hosts)),
         command=lambda name: _rank_command(options, name, weights),
-        schedule=course.Schedule(options.rounds * len(rates_mbit), _steps(options, len(hosts)), options.patience_s),
+        schedule=course.Schedule(
+            _rounds(options, len(hosts)) * len(rates_mbit), _steps(options, len(hosts)), options.patience_s
+        ),
         before_round=lambda number: links.set_rate(hosts, rates_mbit[number % len(rates_mbit)]),
     )
 
@@ -223,29 +240,33 @@ def _steps(options: argparse.Namespace, nhosts: int) -> int:
     return options.steps or max(1, 4 // nhosts)
 
 
-def _circumstances(
-    options: argparse.Namespace, rate_mbit: int, nhosts: int, reached: dict[str, float]
-) -> dict[str, Any]:
+def _rounds(options: argparse.Namespace, nhosts: int) -> int:
+    return options.rounds or (3 if nhosts == 2 else 2)
+
+
+def _circumstances(options: argparse.Namespace, rate_mbit: int, hosts: list[links.Host]) -> dict[str, Any]:
+    """Of a cell: what it is, what was asked for, and what its links really carry."""
     from importlib.metadata import version
 
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    links.set_rate(hosts, rate_mbit)
     return {
         "command": f"python -m benchmarks.compare {' '.join(sys.argv[1:])}".strip(),
-        "machine": f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+        "machine": machine(),
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "paddle": version("paddlepaddle"),
         "torch": environment.TORCH.partition("==")[2],
         "rate_mbit": rate_mbit,
-        "hosts": nhosts,
-        "reached_mbit": reached,
+        "hosts": len(hosts),
+        "reached_mbit": link_speed.measure(hosts),
         "quick": options.quick,
-        "rounds": options.rounds,
-        "steps": _steps(options, nhosts),
+        "experiment": options.experiment,
+        "rounds": _rounds(options, len(hosts)),
+        "steps": _steps(options, len(hosts)),
         "buffer_mb": options.buffer_mb,
         "replicate_mb": options.replicate_mb,
+        "ddp_mb": options.ddp_mb,
+        "prefetch": options.prefetch,
     }
 
 

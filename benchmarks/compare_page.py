@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare_report import in_order, losses_in_words
+from benchmarks.compare_report import against_in_words, in_order, losses_in_words, spread_of
 from benchmarks.peers.contenders import ALONE, COMPARED
 
 _SORTED_BY_MBIT = 1000
@@ -19,16 +19,16 @@ _OUR_COLOURS = ("#f4c59a", "#e5893a", "#a8500c")
 
 
 def page(cells: list[dict[str, Any]]) -> str:
-    """A table for each number of hosts, and what else there is to say about each cell."""
+    """A table for each number of hosts and each experiment, and what else there is to say about each cell."""
     return "\n\n".join(_section(of_hosts) for of_hosts in by_hosts(cells))
 
 
 def by_hosts(cells: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The cells of each number of hosts, few hosts and slow links first."""
-    return [
-        sorted((cell for cell in cells if cell["hosts"] == nhosts), key=lambda cell: int(cell["rate_mbit"]))
-        for nhosts in sorted({cell["hosts"] for cell in cells})
-    ]
+    """The cells of each number of hosts, few hosts and slow links first; those of experiments after all others."""
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for cell in sorted(cells, key=lambda cell: int(cell["rate_mbit"])):
+        groups.setdefault((cell["experiment"] or "", cell["hosts"]), []).append(cell)
+    return [groups[key] for key in sorted(groups)]
 
 
 def names_in_order(cells: list[dict[str, Any]]) -> list[str]:
@@ -72,7 +72,7 @@ def _line(name: str, cells: list[dict[str, Any]]) -> str:
     texts = [COMPARED[name].title]
     for cell in cells:
         row = cell["rows"].get(name)
-        texts += ["", ""] if row is None else [_step(row), f"{row['ratio']:.2f}"]
+        texts += ["", ""] if row is None else [_step(row), f"{row['ratio']:.2f} {spread_of(row)}"]
     return "| " + " | ".join(f"{mark}{text}{mark}" if text else "" for text in texts) + " |"
 
 
@@ -83,9 +83,9 @@ def _step(row: dict[str, Any]) -> str:
 def _remarks(cell: dict[str, Any]) -> Iterable[str]:
     reached, share = cell["reached_mbit"], 100 * cell["foreign_cpu_share"]
     yield f"plain TCP carries {reached['one_way']:.0f} Mbit/s one way, {reached['both_ways']:.0f} both ways at once"
-    for name, faster in cell["faster_than_ours"].items():
-        others = " and ".join(COMPARED[other].title for other in faster)
-        yield f"{COMPARED[name].title} is {f'slower than {others}' if faster else 'faster than every peer'}"
+    for name, against in cell["against"].items():
+        if against:
+            yield f"{COMPARED[name].title} is {against_in_words(against)}"
     for target in cell["targets"]:
         value = f" ({target['value']:.2f})" if isinstance(target["value"], float) else ""
         verdict = "met" if target["met"] else "missed"
@@ -120,7 +120,7 @@ def plot(cells: list[dict[str, Any]], file: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise SystemExit("the picture needs matplotlib: pip install '.[plot]'") from None
-    groups = by_hosts(cells)
+    groups = by_hosts([cell for cell in cells if not cell["experiment"]])
     counts = [len(names_in_order(group)) for group in groups]
     figure = Figure(figsize=(11, 0.9 + sum(0.8 + 0.42 * count for count in counts)), layout="constrained")
     axes = figure.subplots(len(groups), 2, squeeze=False, gridspec_kw={"height_ratios": counts})

@@ -1,12 +1,13 @@
 """What hp_sharding's hooks and states cost the processor, where there is nothing to compute and nothing to send.
 
-    python -m benchmarks.overhead            # under a minute; no root needed
+    python -m benchmarks.overhead            # about a minute; no root needed
     python -m benchmarks.overhead --json
 
 100 layers ``Linear(16, 16)``, each a unit and a bucket of its own, batch 4, on a group of one: every gather and every
 reduction is there, as a copy of a kilobyte inside this process. So what a step takes longer than the same step of plain
 Paddle is the cost of the hooks, the states and the calls, for each layer. Steps are whole: forward, backward,
 ``step()``, ``clear_grad()``. Plain and sharded models take turns in one process; every figure is a median over turns.
+Where ``benchmarks.peers.environment`` has made an environment with PyTorch, its FSDP2 is asked the same afterwards.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ import operator
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from benchmarks.circumstances import machine
+from benchmarks.peers import environment
 from benchmarks.quiet import Meter, await_quiet
+from benchmarks.turns import ROOT
 
 if TYPE_CHECKING:
     import paddle
@@ -38,7 +42,7 @@ BUCKET_BYTES = 1536
 RATE = 1e-5
 """Learning rate: so small that a hundred layers in a row stay finite, however many steps are asked for."""
 TARGET_US = 60.0
-"""Of stage 2 with both overlaps and SGD, for each layer and step over plain Paddle. PyTorch's FSDP2: 441."""
+"""Of stage 2 with both overlaps and SGD, for each layer and step over plain Paddle."""
 FOREIGN_LIMIT = 0.03
 """Share of the processor that other programs may take; beyond it a round is repeated while patience lasts."""
 
@@ -78,6 +82,14 @@ ROWS = {
 """By their names on the command line, in the order in which they take turns; each after the plain one it is held to."""
 
 
+PEER_ROWS = {
+    "torch_plain": "plain PyTorch, SGD",
+    "torch_fsdp_keep": "PyTorch FSDP2, no reshard",
+    "torch_fsdp": "PyTorch FSDP2, reshard",
+}
+"""What ``benchmarks.peers.torch_overhead`` measures, the plain one first."""
+
+
 def main() -> None:
     """Runs the benchmark."""
     options = _options()
@@ -88,7 +100,8 @@ def main() -> None:
         **_circumstances(options),
         "foreign_cpu_share": statistics.fmean(course.shares),
         "rounds_repeated": course.repeated,
-        "rows": {name: _row(name, course.turns) for name in course.turns},
+        "rows": {name: _row(turns, course.turns[_plain_of(name)]) for name, turns in course.turns.items()},
+        "peer_rows": _peer_rows(options),
         "same_numbers": course.same_numbers,
     }
     ours = result["rows"].get("stage2_overlap")
@@ -105,6 +118,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each row in each round")
     parser.add_argument("--patience-s", type=float, default=60, help="seconds for waiting and for repeated rounds")
+    parser.add_argument("--no-peers", action="store_true", help="leaves PyTorch out, even where it is there")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     options = parser.parse_args()
     needed = {_plain_of(name) for name in options.rows}
@@ -260,7 +274,7 @@ def _circumstances(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "benchmark": "overhead",
         "command": f"python -m benchmarks.overhead {' '.join(sys.argv[1:])}".strip(),
-        "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}",
+        "machine": machine(),
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "paddle": version("paddlepaddle"),
@@ -270,15 +284,22 @@ def _circumstances(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+def _peer_rows(options: argparse.Namespace) -> dict[str, Any]:
+    """The same of PyTorch; nothing where there is no environment with it, or not asked for."""
+    python = environment.interpreter()
+    if not environment.is_made() or options.no_peers:
+        return {}
+    command = [str(python), "-W", "ignore", "-m", "benchmarks.peers.torch_overhead"]
+    command += ["--rounds", str(options.rounds), "--steps", str(options.steps)]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    kept = json.loads(found.stdout.splitlines()[-1])
+    turns = {name: [[Phases(*step) for step in turn] for turn in kept[name]] for name in PEER_ROWS}
+    plain = next(iter(turns.values()))
+    return {name: _row(mine, plain) for name, mine in turns.items()}
 
 
-def _row(name: str, turns: dict[str, list[list[Phases]]]) -> dict[str, Any]:
-    """The whole step in milliseconds, and microseconds for each layer over plain Paddle in the same round."""
-    mine, plain = turns[name], turns[_plain_of(name)]
+def _row(mine: list[list[Phases]], plain: list[list[Phases]]) -> dict[str, Any]:
+    """The whole step in milliseconds, and microseconds for each layer over the plain one in the same round."""
     medians = _medians(mine, sum)
     over_us = _over_us(mine, plain, sum)
     quartiles = statistics.quantiles(over_us, n=4)
@@ -311,12 +332,9 @@ def _print(result: dict[str, Any]) -> None:
     phases = "".join(f"{phase:>10}" for phase in Phases._fields)
     print(f"{'':<38}{'step, ms':>10}{'(min-max)':>15}{'over plain, us a layer':>25}{'(quartiles)':>15}{phases}")
     for name, row in result["rows"].items():
-        line = f"{ROWS[name].title:<38}{row['step_ms']:>10.2f}{row['min_ms']:>8.2f}-{row['max_ms']:<6.2f}"
-        if ROWS[name].flags is not None:
-            low, high = row["over_plain_quartiles_us"]
-            line += f"{row['over_plain_us']:>25.1f}{low:>9.1f}-{high:<5.1f}"
-            line += "".join(f"{row[f'{phase}_over_plain_us']:>10.1f}" for phase in Phases._fields)
-        print(line)
+        _print_row(ROWS[name].title, row, is_plain=ROWS[name].flags is None)
+    for name, row in result["peer_rows"].items():
+        _print_row(PEER_ROWS[name], row, is_plain=name == "torch_plain")
     if not result["same_numbers"]:
         print("WARNING: a sharded model came to other parameters than the plain one")
     if result["target_met"] is not None:
@@ -324,6 +342,15 @@ def _print(result: dict[str, Any]) -> None:
     if result["foreign_cpu_share"] > FOREIGN_LIMIT:
         share = f"{100 * result['foreign_cpu_share']:.0f} %"
         print(f"WARNING: other programs took {share} of the processor meanwhile; measure again on a quiet machine")
+
+
+def _print_row(title: str, row: dict[str, Any], *, is_plain: bool) -> None:
+    line = f"{title:<38}{row['step_ms']:>10.2f}{row['min_ms']:>8.2f}-{row['max_ms']:<6.2f}"
+    if not is_plain:
+        low, high = row["over_plain_quartiles_us"]
+        line += f"{row['over_plain_us']:>25.1f}{low:>9.1f}-{high:<5.1f}"
+        line += "".join(f"{row[f'{phase}_over_plain_us']:>10.1f}" for phase in Phases._fields)
+    print(line)
 
 
 if __name__ == "__main__":

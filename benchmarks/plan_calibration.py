@@ -88,7 +88,9 @@ class _Rank:
         begin_cpu_s = time.process_time()
         found = Calibration()
         self._line_up()
-        found.measured = measure(self._model, self._forward, ShardingConfig(), steps=turn.timed_steps)
+        found.measured = measure(
+            self._model, self._model, ShardingConfig(), draw=self._batches.draw, steps=turn.timed_steps
+        )
         alone_s = [self._train() for _ in range(turn.timed_steps)]
         found.alone_s = min(alone_s)
         for name, lane in self._lanes.items():
@@ -120,8 +122,7 @@ class _Rank:
         # If the lane had nothing left to do, the rest of the step was as if alone.
         undisturbed_s = max(0.0, end_s - ends_s[-1])
         slowdown = (end_s - begin_s - undisturbed_s) / max(found.alone_s - undisturbed_s, 1e-3)
-        meanwhile_s = [moment_s for moment_s in ends_s if moment_s <= end_s]
-        return slowdown, (meanwhile_s[-1] - meanwhile_s[0]) / (len(meanwhile_s) - 1)
+        return slowdown, _each_s(ends_s, end_s)
 
     def _time(self, message: _Message) -> float:
         """Of each of a row of messages. The first one does not count: after a pause a shaped link lets some pass."""
@@ -141,6 +142,13 @@ class _Rank:
         for lane in self._everyone:
             lane.all_reduce(total, label="average").wait()
         return float(total) / paddle.distributed.get_world_size()
+
+
+def _each_s(ends_s: Sequence[float], until_s: float) -> float:
+    """What each of some messages took that follow each other; those until then, if that is two or more."""
+    meanwhile_s = [moment_s for moment_s in ends_s if moment_s <= until_s]
+    counted_s = meanwhile_s if len(meanwhile_s) > 1 else ends_s[:2]
+    return (counted_s[-1] - counted_s[0]) / (len(counted_s) - 1)
 
 
 class _Message:

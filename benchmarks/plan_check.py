@@ -6,7 +6,7 @@
 The model of ``benchmarks.step``. In each round every configuration takes its turn, and so does the calibration: compute
 without communication, links without compute, and what each costs the other, all on links of 1 Gbit/s. The predictions
 follow from the calibration alone; for other speeds its links are scaled, not measured. *Measured* are medians over all
-timed steps of all ranks, and the most that was allocated through Paddle.
+timed steps of all ranks, and over the peaks of what each rank allocated through Paddle in each round, in 2**20 bytes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks import contenders, course, links
+from benchmarks.circumstances import machine
 from benchmarks.contenders import OVERLAP, Contender, ours
 from benchmarks.turns import Group, RankTurn
 
@@ -113,7 +114,7 @@ def _circumstances() -> dict[str, Any]:
     return {
         "benchmark": "plan_check",
         "command": f"python -m benchmarks.plan_check {' '.join(sys.argv[1:])}".strip(),
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+        "machine": machine(),
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "paddle": version("paddlepaddle"),
@@ -185,11 +186,11 @@ def _take_turns(
     by_rate: dict[int, list[str]], hosts: list[links.Host], nranks: int, options: argparse.Namespace
 ) -> dict[str, list[list[RankTurn]]]:
     seating = links.seats(hosts, nranks)
-    schedule = course.Schedule(options.rounds, options.steps, options.patience_s)
+    schedule = course.Schedule(options.rounds, options.steps, options.patience_s / len(by_rate))
     groups: dict[str, Group] = {}
     try:
         for name in (name for names in by_rate.values() for name in names):
-            groups[name] = Group(name, _rank_command(name, options), seating, course.machine_environment())
+            groups[name] = Group(name, _rank_command(name, nranks, options), seating, course.machine_environment())
             groups[name].await_ready()
         courses = {
             rate: course.Course([groups[name] for name in names], nranks=nranks, schedule=schedule)
@@ -207,8 +208,11 @@ def _take_turns(
             group.end()
 
 
-def _rank_command(name: str, options: argparse.Namespace) -> list[str]:
+def _rank_command(name: str, nranks: int, options: argparse.Namespace) -> list[str]:
+    # All checks over so many ranks have one grid, and so has their calibration.
+    (shard_ranks,) = {check.nranks // check.replicas for check in CHECKS.values() if check.nranks == nranks}
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.plan_check", "--as-rank", name]
+    command += ["--shard-ranks", str(shard_ranks)]
     return [*command, "--quick"] if options.quick else command
 
 

@@ -24,10 +24,10 @@ import signal
 import sys
 import time
 from multiprocessing import connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import course, links, report
+from benchmarks.circumstances import machine
 from benchmarks.contenders import CONTENDERS, SHARD_RANKS, STANDARD, STANDARD_OF_REPLICAS
 from benchmarks.experiments import EXPERIMENTS
 from benchmarks.turns import serve
@@ -154,11 +154,10 @@ def _rank_command(options: argparse.Namespace, name: str) -> list[str]:
 def _circumstances(options: argparse.Namespace, *, rate_mbit: int | None) -> dict[str, Any]:
     from importlib.metadata import version
 
-    model = [line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")]
     return {
         "benchmark": "step",
         "command": f"python -m benchmarks.step {' '.join(sys.argv[1:])}".strip(),
-        "machine": f"{model[0] if model else platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+        "machine": machine(),
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "paddle": version("paddlepaddle"),
@@ -172,11 +171,6 @@ def _circumstances(options: argparse.Namespace, *, rate_mbit: int | None) -> dic
         "buffer_mb": options.buffer_mb,
         "replicate_mb": options.replicate_mb,
     }
-
-
-def _cpuinfo() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
 
 
 if __name__ == "__main__":

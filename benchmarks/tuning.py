@@ -64,9 +64,10 @@ def main() -> None:
     reason = links.available()
     if reason:
         sys.exit(f"no shaped links: {reason}")
-    results = [_measure(rate_mbit, options) for rate_mbit in options.rates]
-    for result in results:
-        _print(result)
+    results = []
+    for rate_mbit in options.rates:
+        results.append(_measure(rate_mbit, options))
+        _print(results[-1])
     if options.json:
         print(json.dumps({"benchmark": "tuning", "date": time.strftime("%Y-%m-%d"), "rates": results}))
 
@@ -75,10 +76,10 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="'auto' beside a grid of fixed settings.")
     parser.add_argument("--rates", type=int, nargs="+", default=RATES_MBIT, help="speeds of the links in Mbit/s")
     parser.add_argument("--stage", type=int, default=2, choices=(1, 2, 3))
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each setting in each round")
     parser.add_argument(
-        "--patience-s", type=float, default=60, help="seconds, for each speed, to wait for a quiet machine"
+        "--patience-s", type=float, default=30, help="seconds, for each speed, to wait for a quiet machine"
     )
     parser.add_argument("--quick", action="store_true", help="two rounds over half of the grid")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
@@ -146,6 +147,11 @@ def _grid(options: argparse.Namespace) -> list[Setting]:
     return settings[::2] if options.quick else settings
 
 
+def _rank_command(options: argparse.Namespace, setting: Setting) -> list[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.tuning", "--stage", str(options.stage)]
+    return [*command, "--as-rank", json.dumps(setting._asdict())]
+
+
 def _measure(rate_mbit: int, options: argparse.Namespace) -> dict[str, Any]:
     auto = Setting(AUTO, AUTO if options.stage == 3 else 0)
     groups: dict[Setting, Group] = {}
@@ -153,8 +159,7 @@ def _measure(rate_mbit: int, options: argparse.Namespace) -> dict[str, Any]:
         try:
             for setting in (auto, *_grid(options)):
                 _say(f"{rate_mbit} Mbit/s, starting {setting}")
-                command = ["-m", "benchmarks.tuning", "--stage", str(options.stage)]
-                command += ["--as-rank", json.dumps(setting._asdict())]
+                command = _rank_command(options, setting)
                 groups[setting] = Group(str(setting), command, links.seats(hosts, 2), machine_environment())
                 groups[setting].await_ready()
             tuned = _set_up(groups)

@@ -11,6 +11,8 @@ raised on purpose is an ``HpShardingError``. What is not in ``__all__`` is priva
 from __future__ import annotations
 
 import importlib
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -59,16 +61,30 @@ _HOMES = {
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 
-def __getattr__(name: str) -> Any:
-    # With the first use: most of it imports Paddle, which takes seconds, and a trace can be looked at without.
-    if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    if name not in _HOME_OF:
+if not TYPE_CHECKING:  # to a type checker every name would be one
+
+    def __getattr__(name: str) -> Any:
+        # With the first use: most of it imports Paddle, which takes seconds, and a trace can be looked at without.
+        if name in _HOME_OF:
+            found = getattr(_imported(_HOME_OF[name]), name)
+            globals()[name] = found
+            return found
+        if name in _MODULES or _is_module(name):
+            return _imported(name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
-    globals()[name] = found
-    return found
+
+
+def _imported(module: str) -> ModuleType:
+    try:
+        return importlib.import_module(f"{__name__}.{module}")
+    except AttributeError as error:
+        # From here it would mean that there is no such name; it is some package below that does not fit another one.
+        raise ImportError(f"{__name__}.{module} cannot be imported: AttributeError: {error}") from error
+
+
+def _is_module(name: str) -> bool:
+    return name.isidentifier() and not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

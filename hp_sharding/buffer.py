@@ -230,8 +230,9 @@ class FusedCommBuffer:
         if not layout.dtypes.shard_is_slice:
             keep_changes(self.shard, self._own_slice(self._full), layout.dtypes.gather)
         elif self.place.pool.on_host:
-            start_bytes = self.place.rank * layout.shard_nbytes
-            ctypes.memmove(self.shard.data_ptr(), self._full.data_ptr() + start_bytes, layout.shard_nbytes)
+            # By elements: what a layout says of bytes may be another model's, see ``plan``.
+            nbytes = layout.shard_numel * layout.itemsize
+            ctypes.memmove(self.shard.data_ptr(), self._full.data_ptr() + self.place.rank * nbytes, nbytes)
         else:
             self.shard.copy_(self._own_slice(self._full), False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,46 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _HOMES:
             return super().get_command(ctx, cmd_name)
-        found: click.Command = getattr(importlib.import_module(f".{_HOMES[cmd_name]}", __package__), cmd_name)
+        try:
+            home = importlib.import_module(f".{_HOMES[cmd_name]}", __package__)
+        except ImportError as error:
+            return _unusable(cmd_name, error)
+        found: click.Command = getattr(home, cmd_name)
         return found
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            if not _is_for_paddle(error):
+                raise
+            raise click.ClickException(_why_not(error)) from error
+
+
+def _unusable(name: str, error: ImportError) -> click.Command:
+    """Stands for a command that cannot be imported, so that the others and their help are there."""
+
+    def refuse(**_: Any) -> None:
+        raise click.ClickException(f"{name}: {_why_not(error)}") from error
+
+    return click.Command(
+        name,
+        callback=refuse,
+        params=[click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)],
+        context_settings={"ignore_unknown_options": True, "help_option_names": []},
+        short_help=f"Cannot be used here: {_why_not(error)}",
+    )
+
+
+def _is_for_paddle(error: ImportError) -> bool:
+    """Whether it is Paddle that is missing, and not a part that a user's script looks for in it."""
+    return (error.name or "").partition(".")[0] == "paddle" and find_spec("paddle") is None
+
+
+def _why_not(error: ImportError) -> str:
+    if _is_for_paddle(error):
+        return "PaddlePaddle is not installed; see https://www.paddlepaddle.org.cn/install"
+    return f"{type(error).__name__}: {error}"
 
 
 _MAIN_EXAMPLES = """\b

@@ -65,9 +65,10 @@ class ShardingConfig:
         prefetch_depth: units gathered ahead of use where memory must be kept low, that is with ``allgather_overlap`` in
             stage 3 or with ``reshard_after_step``; None = 1, 0 = none, ``"auto"`` = 1, 2 or 3 by measurement. Otherwise
             it has no effect: every gather is queued at once (a warning says so), or happens at first use.
-        tuning_budget_MB: with ``"auto"``: what gradients in flight, and where parameters are freed the gathered ones,
-            may take on a rank, in units of 1024 * 1024 bytes by the formula of ``memory_report()``. None = what the
-            settings that tuning begins with take, and a tenth of the rank's model state more.
+        tuning_budget_MB: with ``"auto"``: what gradients in flight, and in stage 3 the gathered parameters, may take on
+            a rank, in units of 1024 * 1024 bytes by the formula of ``memory_report()``; in stage 1, where gradients
+            stay whole, it bounds nothing. None = what the settings that tuning begins with take, and a tenth of the
+            rank's model state more.
         reshard_after_step: free the gathered parameters at the end of ``step()``; None = only in stage 3, which does
             always. The gather then happens in the next forward: ahead of use with ``allgather_overlap``, at first use
             without.

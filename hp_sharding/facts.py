@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .comm import Communicator, Work, host_tensor
+from .timeline.meeting import Way
 
 
 class Facts(NamedTuple):
@@ -59,11 +60,11 @@ def publish(orders: Sequence[Sequence[int]], lanes: Sequence[Communicator]) -> l
     return [list(map(int, order)) for order in table.numpy().reshape(len(orders), -1)]
 
 
-def largest(numbers: Sequence[float], lanes: Sequence[Communicator], *, label: str) -> list[float]:
+def largest(numbers: Sequence[float], ways: Sequence[Way], *, label: str) -> list[float]:
     """The largest of each of ``numbers`` over the ranks of all lanes, as float32 has it, on every rank. Blocks."""
     table = np.asarray(numbers, np.float32)
-    for lane in lanes:
-        everyone = host_tensor(np.zeros([lane.nranks * len(table)]), "float32")
-        lane.all_gather(everyone, host_tensor(table, "float32"), label=label).wait()
-        table = everyone.numpy().reshape([lane.nranks, -1]).max(axis=0)
+    for way in ways:
+        everyone = way.tensor(np.zeros([way.lane.nranks * len(table)], np.float32))
+        way.lane.all_gather(everyone, way.tensor(table), label=label).wait()
+        table = everyone.numpy().reshape([way.lane.nranks, -1]).max(axis=0)
     return [float(number) for number in table]

@@ -11,6 +11,7 @@ from paddle.base.framework import EagerParamBase
 
 from .comm import add_into, cast_into
 from .config import SHORT_DTYPES
+from .errors import StateError
 from .layout import ITEM_BYTES
 from .views import point_at, slot_views
 
@@ -51,6 +52,8 @@ class GradientStorage:
         self._numel = layout.numel
         self._slots = layout.slots
         self._shapes = [list(param.shape) for param in params]
+        self._names = [param.name for param in params]
+        self._bucket = layout.name
         self._pool = pool
         self._name = dtypes.gradient
         self._dtype = getattr(paddle, self._name)
@@ -83,7 +86,13 @@ class GradientStorage:
         return used.numel == self._numel and used.dtype == self._name
 
     def put(self, index: int, gradient: paddle.Tensor) -> None:
-        """Copies parameter ``index``'s gradient in, or adds it to what is there. ``gradient`` is only read."""
+        """Copies parameter ``index``'s gradient in, or adds it to what is there. ``gradient`` is only read.
+
+        Raises:
+            StateError: it has another number of elements, as a hook of the user may have made it.
+        """
+        if gradient.shape != self._shapes[index]:
+            gradient = self._in_shape(index, gradient)
         plain = self._is_wide and gradient.dtype is self._dtype
         adds = self.filled[index]
         self.filled[index] = True
@@ -139,6 +148,15 @@ class GradientStorage:
         used = Used(self.full, self._numel, self._name) if self._pool.on_host else None
         self.free()
         return used
+
+    def _in_shape(self, index: int, gradient: paddle.Tensor) -> paddle.Tensor:
+        if gradient.size != self._slots[index].numel:
+            raise StateError(
+                f"parameter '{self._names[index]}' of bucket '{self._bucket}': its gradient has the shape "
+                f"{list(gradient.shape)}, expected {self._shapes[index]}. A hook that was registered on the parameter "
+                "returned something else than a gradient of the parameter; let it return one of the same shape, or None"
+            )
+        return gradient.detach().reshape(self._shapes[index])
 
     def _place(self, index: int) -> paddle.Tensor:
         if index not in self._views:

@@ -132,26 +132,33 @@ def mark_units(timeline: Timeline, plan: UnitPlan) -> list[Any]:
     """Has the timeline told of forwards and gradients of a model without a schedule. Returns what can be removed."""
     reference = weakref.ref(timeline)
 
-    def before(_: nn.Layer, *__: Any, name: str) -> None:
+    def hearing(caller: nn.Layer, layer_ref: weakref.ref[nn.Layer]) -> Timeline | None:
+        # What a copy of the model does, now or when nothing is recorded any more, is nobody's business here.
         line = reference()
+        return line if line is not None and line.enabled and caller is layer_ref() else None
+
+    def before(caller: nn.Layer, *_: Any, name: str, layer_ref: weakref.ref[nn.Layer]) -> None:
+        line = hearing(caller, layer_ref)
         if line is not None:
             line.enter("recompute" if backward.in_backward() else "forward", name)
 
-    def after(*_: Any) -> None:
-        line = reference()
+    def after(caller: nn.Layer, *_: Any, layer_ref: weakref.ref[nn.Layer]) -> None:
+        line = hearing(caller, layer_ref)
         if line is not None:
             line.leave()
 
     def arrived(_: paddle.Tensor, name: str) -> None:
         line = reference()
-        if line is not None:
+        if line is not None and line.enabled:
             line.until(name)
 
     handles = []
     for unit in plan.units:
-        first = functools.partial(before, name=unit.name)
+        layer_ref = weakref.ref(unit.layer)
+        first = functools.partial(before, name=unit.name, layer_ref=layer_ref)
+        last = functools.partial(after, layer_ref=layer_ref)
         handles.append(unit.layer.register_forward_pre_hook(first, prepend=True))
-        handles.append(unit.layer.register_forward_post_hook(after, always_call=True))
+        handles.append(unit.layer.register_forward_post_hook(last, always_call=True))
     trained = [entry for entry in plan.params if not entry.param.stop_gradient]
     named = [(entry.param, functools.partial(arrived, name=plan.units[entry.unit].name)) for entry in trained]
     return [*handles, *(param.register_hook(hook) for param, hook in named)]

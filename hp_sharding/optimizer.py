@@ -16,7 +16,7 @@ from .arena import GradientArena
 from .buffer import FusedCommBuffer
 from .comm import allocated_bytes
 from .config import ShardingConfig
-from .errors import ConfigError
+from .errors import ConfigError, StateError
 from .facts import publish
 from .gradients import LocalGrad, ReducedGradients
 from .layout import model_state_bytes
@@ -67,6 +67,7 @@ class ShardedOptimizer:
         config: the settings in force, numbers also where ``"auto"`` was asked for.
         tuning: what has been measured for ``"auto"``, and what was chosen; None where nobody has asked for it.
         steps: how many ``step()`` have been made; a checkpoint keeps it.
+        failure: why it cannot be used any more, where buckets were half moved to others; None while it can.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class ShardedOptimizer:
         self._baseline_bytes = 0
         self._state = RankState(inner, schedule, tensor=updates.sums.tensor)
         self.steps = 0
+        self.failure: str | None = None
 
     def __getattr__(self, name: str) -> Any:
         # Only called for what is not found here. '_inner' itself is missing while a copy is being made.
@@ -152,6 +154,7 @@ class ShardedOptimizer:
                 Or gradients are not finite, with ``check_nan_inf="raise"``.
             LayoutError: a parameter was cast or replaced after wrapping.
         """
+        self.check_usable()
         self._schedule.begin_step()
         if self._gradients.settle():
             self._publish_orders()
@@ -187,6 +190,7 @@ class ShardedOptimizer:
         Raises:
             CommError: a collective under way failed.
         """
+        self.check_usable()
         awaits_backward = self._reducer.armed
         self._schedule.forget_forward()
         self._reducer.clear(set_to_zero)
@@ -322,6 +326,7 @@ class ShardedOptimizer:
         ``"master_weights"`` holds the float32 parts of the parameters by name, as Paddle's optimizers have it. The
         tensors are those in use: a later step changes them.
         """
+        self.check_usable()
         return self._state.state_dict()
 
     def set_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -336,6 +341,7 @@ class ShardedOptimizer:
                 parameter of this process, or a tensor is missing, or is of another size or kind of dtype. Nothing has
                 changed.
         """
+        self.check_usable()
         self._state.set_state_dict(state_dict)
 
     load_state_dict = set_state_dict
@@ -403,6 +409,11 @@ class ShardedOptimizer:
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
+    def check_usable(self) -> None:
+        """Raises StateError where parameters and state were half moved to other buckets."""
+        if self.failure is not None:
+            raise StateError(self.failure)
+
     def _update(self, stale: Sequence[int]) -> None:
         """Updates the stale buckets, and has each gathered once all that stand before it are under way.
 
@@ -458,6 +469,7 @@ class ShardedOptimizer:
 
     def _settle_gathers(self) -> None:
         """So that shards can be written: no gather reads them, and what was gathered ahead is gathered again."""
+        self.check_usable()
         gathers = self._schedule.gathers
         if self.config.stage == 3:
             gathers.begin_step()

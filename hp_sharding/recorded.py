@@ -82,7 +82,8 @@ class ShardedSubject(Subject):
         if optimizer is None:
             return 0
         inner, arena = optimizer._inner, optimizer._arena
-        counted = (id(arena), sum(map(len, inner._accumulators.values())), arena.spare_bytes, len(arena.tensors))
+        n_moments = sum(map(len, inner._accumulators.values()))
+        counted = (weakref.ref(arena), n_moments, arena.spare_bytes, len(arena.tensors))
         if counted != self._counted:  # to count anew takes a look at every tensor
             self._counted = counted
             self._fixed_bytes = _fixed_bytes(optimizer)
@@ -98,7 +99,7 @@ class ShardedSubject(Subject):
             {"name": buffer.name, "layer": self.layers[buffer.name], "nbytes": buffer.layout.nbytes}
             for buffer in buffers
         ]
-        return {**_about(config, self.groups), "buckets": buckets}
+        return {**_about(config, self.groups), "model": self.whole, "buckets": buckets}
 
 
 class PlainSubject(Subject):
@@ -149,7 +150,7 @@ class PlainSubject(Subject):
         """See ``Subject``."""
         optimizer = self._optimizer()
         config = optimizer.config if optimizer is not None else ShardingConfig()
-        return {**_about(config, self.groups), "buckets": []}
+        return {**_about(config, self.groups), "model": self.whole, "buckets": []}
 
     def begin_backward(self) -> None:
         """Part of ``backward.BackwardListener``."""

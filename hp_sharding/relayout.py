@@ -51,8 +51,8 @@ def relayout(optimizer: ShardedOptimizer, foundation: Foundation, config: Shardi
 
     Raises:
         StateError: gradients are held, or a forward or ``full_parameters`` is under way, or the ranks keep different
-            moments: nothing has changed. Or moving failed half-way: parameters and moments are lost on this rank, and
-            the message says so.
+            moments: nothing has changed. Or moving failed half-way: parameters and moments are lost, the message says
+            so, and the optimizer is of no more use. The other ranks get a CommError, here or from their next step.
         LayoutError: a parameter was cast or replaced after wrapping. Nothing has changed.
         CommError: a gather that was under way has failed.
     """
@@ -60,35 +60,52 @@ def relayout(optimizer: ShardedOptimizer, foundation: Foundation, config: Shardi
     where = f"rank {gather.ranks[gather.rank]}: "
     if not can_relayout(optimizer):
         raise StateError(f"{where}buckets can be laid out anew only right after clear_grad(), outside of a forward")
+    _thaw_as_others(optimizer, foundation)
     foundation = _as_trained(foundation, optimizer)
-    layouts = foundation.plan(config)
     kept = _agree_on_moments(optimizer, foundation, where)
     optimizer._schedule.begin_step()
     optimizer._schedule.gathers.finish_under_way()
     try:
-        _move(optimizer, foundation, layouts, config=config, kept=kept)
+        _move(optimizer, foundation, foundation.plan(config), config=config, kept=kept)
     except BaseException as error:
-        raise StateError(
+        text = (
             f"{where}buckets could not be laid out anew ({type(error).__name__}: {error}), and parameters and "
             "optimizer state are half moved: neither can be used any more. Start again from a checkpoint, with a "
             "number for comm_buffer_size_MB"
-        ) from error
+        )
+        _give_up(optimizer, foundation, text)
+        if isinstance(error, Exception):
+            raise StateError(text) from error
+        raise
+
+
+def _give_up(optimizer: ShardedOptimizer, foundation: Foundation, text: str) -> None:
+    """Nobody goes on with what is half moved: not this rank, nor others, which would wait for it."""
+    optimizer.failure = text
+    for lane in foundation.lanes.values():
+        lane.break_off(text)
+
+
+def _thaw_as_others(optimizer: ShardedOptimizer, foundation: Foundation) -> None:
+    """Ranks that were given nothing of a bucket's state, since they hold no part of it, give it masters too."""
+    if all(member.spec.all_dtypes.shard == member.spec.all_dtypes.sum for member in foundation.members):
+        return
+    lane = control_lanes(foundation.lanes)[-1]
+    thawed = [buffer.layout.dtypes.shard == buffer.layout.dtypes.sum for buffer in optimizer.buffers]
+    everyone = _gather(lane, host_tensor(thawed, "int32"), label="masters").numpy().reshape([lane.nranks, -1])
+    for buffer, anywhere in zip(optimizer.buffers, everyone.any(axis=0).tolist(), strict=True):
+        if anywhere:
+            buffer.thaw()
 
 
 def _as_trained(foundation: Foundation, optimizer: ShardedOptimizer) -> Foundation:
-    """What was frozen when the model was wrapped and has thawed since trains, and has masters where that needs them."""
-    trained = {
-        id(param): buffer.layout.dtypes
-        for buffer in optimizer.buffers
-        if optimizer._updates.trains(buffer.layout.number)
-        for param in buffer.params
-    }
-    members = [
-        member._replace(spec=member.spec._replace(frozen=False, dtypes=trained[id(member.param)]))
-        if member.spec.frozen and id(member.param) in trained
-        else member
-        for member in foundation.members
-    ]
+    """What was frozen when the model was wrapped and trains since, or has masters that were loaded, still does."""
+    owners = {id(param): buffer.layout for buffer in optimizer.buffers for param in buffer.params}
+    members = []
+    for member in foundation.members:
+        layout = owners[id(member.param)]
+        frozen = member.spec.frozen and not optimizer._updates.trains(layout.number)
+        members.append(member._replace(spec=member.spec._replace(frozen=frozen, dtypes=layout.dtypes)))
     return foundation._replace(members=members)
 
 
@@ -155,11 +172,7 @@ def _agree_on_moments(optimizer: ShardedOptimizer, foundation: Foundation, where
     inner, lane = foundation.inner, control_lanes(foundation.lanes)[-1]
     pieces = {piece.tensor.name: piece.tensor for buffer in optimizer.buffers for piece in buffer.slices}
     held = [
-        (param, buffer)
-        for buffer in optimizer.buffers
-        if optimizer._updates.trains(buffer.layout.number)
-        for param in buffer.params
-        if optimizer._updates.holds(param)
+        (param, buffer) for buffer in optimizer.buffers for param in buffer.params if optimizer._updates.holds(param)
     ]
     stand_ins = [pieces[param.name] if param.name in pieces else _stand_in(param, buffer, 1) for param, buffer in held]
     kinds = [kinds_of(inner, part) for part in stand_ins]
@@ -209,7 +222,7 @@ def _move_moments(
         whole = _gather(buffer.place.gather, _packed(inner, buffer, name, row, dtype), label=f"{buffer.name}, {name}")
         for slot, param in enumerate(buffer.params):
             goal = goals.get(id(param))
-            if goal is not None and id(param) in kept and name in kept[id(param)].kinds:
+            if goal is not None and _has_row(kept.get(id(param)), name, row, dtype):
                 part = _part(whole, layout, slot, goal.piece).clone()
                 moved.setdefault(slot, {}).setdefault(name, []).append(part)
     for piece in buffer.slices:
@@ -218,6 +231,11 @@ def _move_moments(
         goal = goals.get(id(param))
         if goal is not None and id(param) in kept:
             _put_moments(inner, _stand_in(param, buffer, goal.piece.numel), moved.get(slot, {}), kept[id(param)])
+
+
+def _has_row(kept: _Kept | None, name: str, row: int, dtype: str) -> bool:
+    kind = kept.kinds.get(name) if kept is not None else None
+    return kind is not None and kind.per_element and kind.dtype == dtype and row < (kind.rows or 1)
 
 
 def _packed(

@@ -70,7 +70,6 @@ class Schedule:
         self.learned_gather_order: list[int] | None = None
         self._unit_map = UnitMap(plan)
         self._kept = kept
-        self._timeline = timeline
         self._first_uses: list[int] = []
         self._used: set[int] = set()
         self._active = [0] * len(plan.units)

@@ -112,6 +112,9 @@ class LateLane(Communicator):
     def broadcast(self, tensor: paddle.Tensor, *, src: int, label: str = "", after: Work | None = None) -> Work:
         return self._note(self._inner.broadcast(tensor, src=src, label=label, after=self._late(after)))
 
+    def break_off(self, reason: str) -> None:
+        self._inner.break_off(reason)
+
     @property
     def is_broken(self) -> bool:
         return self._inner.is_broken

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.contenders import CONTENDERS, OVERLAP, Contender, Flags, Trainee, ours, sharding_v1
 
@@ -26,6 +26,7 @@ class Compared(NamedTuple):
         process_mb: memory that one of its processes keeps to itself with four hosts, about; 2**20 bytes.
         is_ours: hp_sharding.
         least_hosts: with fewer it does not take part.
+        experiment: the one of ``EXPERIMENTS`` that it is for; without a name it takes part in every comparison.
     """
 
     title: str
@@ -33,17 +34,25 @@ class Compared(NamedTuple):
     process_mb: int
     is_ours: bool = False
     least_hosts: int = 2
+    experiment: str = ""
 
 
 ALONE = {"paddle": "compute", "torch": "torch_alone"}
 """The contender of each framework that trains without communication."""
 
 
-def _torch(kind: str) -> Callable[[Shape, Flags], Trainee]:
+DDP_MB, PREFETCHED = 25, 2
+"""PyTorch's settings where none are asked for: the size of DDP's buckets, and blocks that FSDP2 gathers ahead."""
+
+
+def _torch(kind: str, **fixed: Any) -> Callable[[Shape, Flags], Trainee]:
+    """PyTorch's, with these settings of ``torch_training.Settings``, the others as the command line has them."""
+
     def build(shape: Shape, flags: Flags) -> Trainee:
         from benchmarks.peers import torch_training
 
-        return torch_training.build(kind, shape, Path(flags["weights"]))
+        settings = torch_training.Settings(**{**flags["settings"], **fixed})
+        return torch_training.build(kind, shape, Path(flags["weights"]), settings)
 
     return build
 
@@ -77,13 +86,39 @@ COMPARED = {
 }
 """By their names on the command line, in the order in which they take turns."""
 
-OURS = ("stage2_all", "stage3_all")
-"""Those of hp_sharding that every peer is compared with."""
+EXPERIMENTS = {
+    "ddp_buckets": "which size of PyTorch DDP's buckets is the fastest?",
+    "fsdp_prefetch": "how many blocks should PyTorch FSDP2 gather ahead, and what if it waits for every gather?",
+}
+"""Questions about PyTorch's settings, by their names on the command line."""
 
 
-def taking_part(nhosts: int, asked_for: list[str] | None = None) -> list[str]:
-    """Names of those that run on ``nhosts`` hosts, of those that were asked for, with the alone of their frameworks."""
-    wanted = set(asked_for or COMPARED)
+def _add_variant(experiment: str, kind: str, suffix: str, title: str, **settings: Any) -> None:
+    """A contender for an experiment: ``kind`` with these settings."""
+    name = f"torch_{kind}_{suffix}"
+    CONTENDERS[name] = Contender(f"PyTorch {title}", _torch(kind, **settings), loss_tolerance=_TORCH_LOSSES)
+    process_mb = COMPARED[f"torch_{kind}"].process_mb
+    COMPARED[name] = Compared(f"PyTorch {title}", "torch", process_mb, experiment=experiment)
+
+
+for _mb in (1, 4, 8, 25):
+    _add_variant("ddp_buckets", "ddp", f"{_mb}mb", f"DDP, {_mb} MB", bucket_mb=_mb)
+for _kind, _title in (("fsdp_keep", "FSDP2, no reshard"), ("fsdp", "FSDP2, reshard")):
+    for _ahead in (1, 2, 4):
+        _add_variant("fsdp_prefetch", _kind, f"ahead{_ahead}", f"{_title}, {_ahead} ahead", prefetched=_ahead)
+    _add_variant("fsdp_prefetch", _kind, "waits", f"{_title}, waits", prefetched=0, waits=True)
+
+
+def taking_part(nhosts: int, asked_for: list[str] | None = None, experiment: str = "") -> list[str]:
+    """Names of those that run on ``nhosts`` hosts, with the alone of their frameworks.
+
+    Args:
+        nhosts: those that need more are left out.
+        asked_for: names; None for all of the experiment.
+        experiment: one of ``EXPERIMENTS``; empty for the comparison itself.
+    """
+    standard = [name for name, compared in COMPARED.items() if compared.experiment == experiment]
+    wanted = set(asked_for or standard)
     wanted |= {ALONE[COMPARED[name].framework] for name in wanted}
     return [name for name, compared in COMPARED.items() if name in wanted and compared.least_hosts <= nhosts]
 
@@ -91,12 +126,12 @@ def taking_part(nhosts: int, asked_for: list[str] | None = None) -> list[str]:
 def in_sets(names: list[str], nranks: int, available_mb: float) -> list[list[str]]:
     """Splits the contenders such that the processes of each set fit into memory together, if they do not all.
 
-    A set holds peers of one framework, what that does alone, and those of hp_sharding that shard over all ranks; so
-    every peer is compared with what ran beside it. Replicas of hp_sharding go with Paddle's peers.
+    A set holds peers of one framework, what that does alone, and all of hp_sharding; so each of these is compared with
+    every peer, and with what ran beside it.
     """
     if _needed_mb(names, nranks) <= available_mb:
         return [names]
-    always = [name for name in names if name in OURS]
+    always = [name for name in names if COMPARED[name].is_ours]
     sets: list[list[str]] = []
     for framework, alone in ALONE.items():
         others = [name for name in names if COMPARED[name].framework == framework and name not in (*always, alone)]

@@ -296,6 +296,7 @@ def _inner_of(model: nn.Layer, optimizer: Any) -> Any:
 
     Raises:
         ConfigError: the two do not belong together.
+        StateError: buckets were half moved, so that nothing is whole.
     """
     if not isinstance(model, nn.Layer):
         raise ConfigError(f"model: expected a paddle.nn.Layer, got {type(model).__name__}")
@@ -303,6 +304,7 @@ def _inner_of(model: nn.Layer, optimizer: Any) -> Any:
     if isinstance(optimizer, ShardedOptimizer):
         if optimizer._schedule is not schedule:
             raise ConfigError("the optimizer was wrapped with another model than the one given")
+        optimizer.check_usable()
         return optimizer._inner
     if schedule is not None:
         raise ConfigError(

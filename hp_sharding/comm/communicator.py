@@ -194,6 +194,14 @@ class Communicator(ABC):
     def broadcast(self, tensor: paddle.Tensor, *, src: int, label: str = "", after: Work | None = None) -> Work:
         """Copies ``tensor`` of group rank ``src`` to all ranks. Any dtype."""
 
+    def break_off(self, reason: str) -> None:
+        """Ends the lane for good, and those made with it, on all ranks: they get a CommError that gives the reason.
+
+        For a rank that cannot go on, so that others do not wait for it. No collective. An implementation that reaches
+        no other process closes the lane.
+        """
+        self.close()
+
     def mark(self) -> Mark:
         """Marks where compute is now: of the host, or, on a lane of a device, of the current stream."""
         return Mark()

@@ -149,6 +149,10 @@ class WatchedLane(Communicator):
         """See ``Communicator``."""
         return self._inner.is_broken
 
+    def break_off(self, reason: str) -> None:
+        """See ``Communicator``."""
+        self._inner.break_off(reason)
+
     def mark(self) -> Mark:
         """See ``Communicator``."""
         return self._inner.mark()

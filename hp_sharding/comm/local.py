@@ -75,7 +75,7 @@ class LocalWork(Work):
         if self.end_s is not None:
             return True
         ahead = (work for work in (self._before, self._after) if work is not None)
-        if self.end_s is None and all(work.done() for work in ahead):
+        if all(work.done() for work in ahead):
             try:
                 self.wait()
             except CommError:

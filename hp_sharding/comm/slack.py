@@ -21,13 +21,13 @@ SLACK_S = 0.05
 def slow_timers() -> Iterator[None]:
     """Threads started inside, from this thread, may wake up later than they wanted to, by up to ``SLACK_S``.
 
-    So may this one until the end. Does nothing on other systems than Linux.
+    So may this one until the end. Does nothing on other systems than Linux, nor where it may not ask.
     """
-    if not sys.platform.startswith("linux"):
+    prctl = ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else None
+    before_ns = prctl(_GET, 0, 0, 0, 0) if prctl is not None else -1
+    if prctl is None or before_ns < 0:
         yield
         return
-    prctl = ctypes.CDLL(None).prctl
-    before_ns = prctl(_GET, 0, 0, 0, 0)
     prctl(_SET, ctypes.c_ulong(round(SLACK_S * 1e9)), 0, 0, 0)
     try:
         yield

@@ -334,6 +334,10 @@ class StreamCommunicator(Communicator):
 
         return self._start("broadcast", run, [tensor], nbytes=nbytes, label=label, after=after)
 
+    def break_off(self, reason: str) -> None:
+        """See ``Communicator``."""
+        self._watcher.break_off(reason)
+
     def mark(self) -> Mark:
         """See ``Communicator``."""
         return StreamMark(self._watcher)

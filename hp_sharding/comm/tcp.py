@@ -208,6 +208,10 @@ class TcpCommunicator(Communicator):
         self._is_closed = True
         self._close(self.lane)
 
+    def break_off(self, reason: str) -> None:
+        """See ``Communicator``."""
+        self._agreement.break_off(Cause(reason))
+
     @property
     def is_broken(self) -> bool:
         """See ``Communicator``."""

@@ -114,6 +114,11 @@ class Watcher:
             self._failed += self._works
             self._works = []
 
+    def break_off(self, reason: str) -> None:
+        """As ``fail``, and tells the other ranks, which wait for this one."""
+        self.fail(reason)
+        self._control.give_up(reason)
+
     def stop(self) -> None:
         """Ends the thread."""
         self._stopped = True

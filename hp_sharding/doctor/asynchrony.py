@@ -79,6 +79,11 @@ class Row(NamedTuple):
         return self.transfer_beside_ms.median / max(self.transfer_ms.median, 1e-6)
 
     @property
+    def tells_wire_slowdown(self) -> bool:
+        """Whether transfers are long enough for that: of short ones it is noise."""
+        return self.transfer_ms.median >= TOO_SHORT_MS
+
+    @property
     def hidden_percent(self) -> float:
         """The part of the shorter of the two that was hidden behind the other."""
         shorter = min(self.done_ms.median, self.compute_ms.median)

@@ -85,7 +85,7 @@ def hardware(results: Mapping[str, Any]) -> Hardware | None:
         reduce=fits["reduce"].link if "reduce" in fits else None,
         replicate=fits["replicate"].link if "replicate" in fits else None,
         compute_slowdown={lane: max(1.0, row.compute_slowdown) for lane, row in rows.items()},
-        wire_slowdown={lane: max(1.0, row.wire_slowdown) for lane, row in rows.items()},
+        wire_slowdown={lane: max(1.0, row.wire_slowdown) for lane, row in rows.items() if row.tells_wire_slowdown},
         launch_s=max((row.launch_ms.median for row in rows.values()), default=0.0) / 1e3,
         flops_s=asynchrony.flops_s if asynchrony is not None else None,
     )

@@ -136,7 +136,8 @@ def _asynchrony_table(asynchrony: Asynchrony) -> Table:
         more = (f"x {row.slowdown:.2f}", f"{row.hidden_percent:.0f} %")
         name = f"{row.op}, {row.mb:.3g} MB"
         table.add_row(name, _number(row.launch_ms.median), _spread(row.done_ms), *medians, *more)
-        notes.append(f"{row.lane}: compute x {row.compute_slowdown:.2f}, transfers x {row.wire_slowdown:.2f}")
+        transfers = f"x {row.wire_slowdown:.2f}" if row.tells_wire_slowdown else "too short to tell"
+        notes.append(f"{row.lane}: compute x {row.compute_slowdown:.2f}, transfers {transfers}")
     if asynchrony.flops_s is not None:
         notes.append(f"matrix products alone {asynchrony.flops_s / 1e9:.3g} GFLOP/s a rank")
     table.caption = "While a lane and compute are busy all the time, each takes longer. " + "; ".join(notes)

@@ -61,15 +61,29 @@ _JSON_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--ranks", type=click.IntRange(min=2), default=8, show_default=True, help="All data ranks.")
 @click.option("--replicas", type=_Several(int, 1), default="1", show_default=True, help="Replicas to try, such as 1,2.")
 @click.option("--stages", type=_Several(int, 1), default="2,3", show_default=True, help="Stages to try.")
-@click.option("--buffer-mb", type=_Several(float, 0.001), default="25", show_default=True, help="Bucket sizes to try.")
+@click.option(
+    "--buffer-mb",
+    type=_Several(float, 0.001),
+    default="25",
+    show_default=True,
+    help="Bucket sizes to try, in 2^20 bytes.",
+)
 @click.option(
     "--prefetch-depth", type=_Several(int, 0), default="1", show_default=True, help="Units ahead to try in stage 3."
 )
 @click.option(
-    "--replicate-buffer-mb", type=_POSITIVE, default=25.0, show_default=True, help="What replicas add up in one go."
+    "--replicate-buffer-mb",
+    type=_POSITIVE,
+    default=25.0,
+    show_default=True,
+    help="What replicas add up in one go, in 2^20 bytes.",
 )
 @click.option("--overlap/--no-overlap", default=True, show_default=True, help="Communication behind compute.")
-@click.option("--param-dtype", type=_DTYPE, help="See ShardingConfig; float32 masters then.")
+@click.option(
+    "--param-dtype",
+    type=_DTYPE,
+    help="See ShardingConfig; float32 masters then. Unless given, the 16-bit dtype of a transformer:SIZES or llama2-*.",
+)
 @click.option("--gather-dtype", type=_DTYPE, help="See ShardingConfig.")
 @click.option("--reduce-dtype", type=_DTYPE, help="See ShardingConfig.")
 @click.option("--clip", is_flag=True, help="Gradients are clipped by their global norm.")
@@ -94,7 +108,7 @@ _JSON_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--memory-gb", type=_POSITIVE, help="Memory of a rank, in 10^9 bytes.")
 @click.option("--tokens", type=click.IntRange(min=1), help="Of a rank's batch.")
 @click.option("--measure", is_flag=True, help="Run the model here and measure its compute; needs --batch.")
-@click.option("--batch", help="package.module:callable; returns a tuple of arguments for the model.")
+@click.option("--batch", help="package.module:callable; returns arguments for the model; that is not measured.")
 @click.option("--compute-from", type=_JSON_FILE, help="A trace of this model's training that has its compute.")
 @click.option("--top", type=click.IntRange(min=1), help="Show so many of the best only.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")

@@ -82,7 +82,10 @@ class Hardware:
                 _check(f"{name}.bandwidth_bytes_s", link.bandwidth_bytes_s, above=0.0)
                 _check(f"{name}.latency_s", link.latency_s)
         for table in ("compute_slowdown", "wire_slowdown"):
-            for lane, factor in getattr(self, table).items():
+            factors = getattr(self, table)
+            if not isinstance(factors, Mapping):
+                raise ConfigError(f"hardware: {table} is to have a factor for each lane, not {factors!r}")
+            for lane, factor in factors.items():
                 if lane not in LANES:
                     raise ConfigError(f"hardware: {table} of '{lane}'; expected one of {', '.join(LANES)}")
                 _check(f"{table}.{lane}", factor, least=1.0)
@@ -96,23 +99,26 @@ class Hardware:
         own = {"reduce": self.reduce, "replicate": self.replicate}.get(lane)
         return own if own is not None else self.shard
 
-    def of_groups(self, shard_ranks: int) -> Hardware:
+    def of_groups(self, shard_ranks: int, total_ranks: int) -> Hardware:
         """The links of shard groups of so many ranks, which fill one host after the other.
 
-        Inside one host they have that one's link for themselves. Over several of them a host needs what comes from
-        outside once, and all its ranks carry a part of it: so a rank has ``host_ranks`` times its own bandwidth, as far
-        as the link inside keeps up. A ring passes between hosts in one of ``host_ranks`` hops.
+        Inside one host they have that one's link for themselves, or share it with the replicas where all ranks are in
+        that host. Over several of them a host needs what comes from outside once, and all its ranks carry a part of it:
+        so a rank has ``host_ranks`` times its own bandwidth, as far as the link inside keeps up. A ring passes between
+        hosts in one of ``host_ranks`` hops. Replicas on different hosts have each rank's own link between these.
         """
         if self.host is None:
             return self
         outside = self.shard
-        if shard_ranks <= self.host_ranks:
+        replicate = self.replicate or outside
+        if total_ranks <= self.host_ranks:
+            shard, replicate, shares = self.host, self.host, True
+        elif shard_ranks <= self.host_ranks:
             shard, shares = self.host, False
         else:
             bandwidth = min(self.host.bandwidth_bytes_s, self.host_ranks * outside.bandwidth_bytes_s)
             latency = (outside.latency_s + (self.host_ranks - 1) * self.host.latency_s) / self.host_ranks
-            shard, shares = Link(bandwidth, latency), True
-        replicate = self.replicate or outside
+            shard, shares = Link(bandwidth, latency), self.shares_link
         return dataclasses.replace(
             self, shard=shard, reduce=None, replicate=replicate, shares_link=shares, host=None, host_ranks=1
         )

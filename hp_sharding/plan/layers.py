@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +18,12 @@ from ..precision import dtype_name
 from ..units import UnitPlan, find_units
 from .profile import Param, Profile, Unit, matrix_flops
 
+LOG = logging.getLogger("hp_sharding")
 _EXAMPLE = "such as my_models.gpt:build"
 
 
 def load(path: str) -> Callable[..., Any]:
-    """What ``package.module:name`` says. Raises ConfigError where there is no such callable."""
+    """What ``package.module:name`` says. Raises ConfigError where there is no callable that needs no arguments."""
     module, _, name = path.partition(":")
     if not module or not name:
         raise ConfigError(f"'{path}' is no callable; expected package.module:name, {_EXAMPLE}")
@@ -32,17 +35,35 @@ def load(path: str) -> Callable[..., Any]:
         found = getattr(found, part, None)  # type: ignore[assignment]
     if not callable(found):
         raise ConfigError(f"'{path}': module '{module}' has no callable '{name}'")
+    if isinstance(found, nn.Layer):
+        raise ConfigError(f"'{path}' is a Layer that exists already; expected a callable that returns one, {_EXAMPLE}")
+    missing = _argument_missing(found)
+    if missing:
+        raise ConfigError(f"'{path}' cannot be called without arguments: {missing}. Write a function that needs none")
     return found
 
 
+def _argument_missing(call: Callable[..., Any]) -> str:
+    try:
+        inspect.signature(call).bind()
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # written in C, says nothing of its arguments
+        pass
+    return ""
+
+
 def make_model(build: Callable[[], Any], *, lazy: bool = True) -> nn.Layer:
-    """What ``build()`` returns; ``lazy`` gives its parameters no memory, where the model can do without.
+    """What ``build()`` returns; ``lazy`` gives its parameters no memory, or warns where the model cannot do without.
 
     Raises:
         ConfigError: it is no Layer.
     """
     model = _make_lazily(build) if lazy else None
-    model = build() if model is None else model
+    if model is None:
+        model = build()
+        if lazy:
+            LOG.warning("the model reads its parameters while it is built, so it was built in memory, with all of them")
     if not isinstance(model, nn.Layer):
         raise ConfigError(f"the model is to be a paddle.nn.Layer, not {type(model).__name__}")
     return model
@@ -80,9 +101,8 @@ def profile_of(model: nn.Layer, config: ShardingConfig) -> Profile:
 
 def _with_work(unit: Unit, layers: list[nn.Layer], borrows: tuple[Param, ...]) -> Unit:
     """A look-up in a table multiplies nothing."""
-    tables = {id(param) for layer in layers if isinstance(layer, nn.Embedding) for param in layer.parameters()}
-    looked_up = sum(2 * int(param.size) for layer in layers for param in layer.parameters() if id(param) in tables)
-    flops = matrix_flops(unit.params) + matrix_flops(borrows) - (looked_up if layers else 0)
+    tables = {id(layer.weight): int(layer.weight.size) for layer in layers if isinstance(layer, nn.Embedding)}
+    flops = matrix_flops(unit.params) + matrix_flops(borrows) - 2 * sum(tables.values())
     return unit._replace(flops=max(flops, 0.0), borrows=tuple(param.name for param in borrows))
 
 

@@ -58,18 +58,26 @@ class Measured(NamedTuple):
     copy_bytes_s: float
 
 
-def measure(model: nn.Layer, run: Callable[[], Any], config: ShardingConfig, *, steps: int = 3) -> Measured:
+def measure(
+    model: nn.Layer,
+    run: Callable[..., Any],
+    config: ShardingConfig,
+    *,
+    draw: Callable[[], Sequence[Any]] = tuple,
+    steps: int = 3,
+) -> Measured:
     """Medians over ``steps``, after one that does not count.
 
     Args:
         model: not wrapped.
-        run: calls the model on a batch and returns the loss, or tensors whose sum is taken for it.
+        run: calls the model on a batch and returns the loss, or tensors whose sum is taken for it; may be the model.
         config: for its ``units``.
+        draw: gives the arguments of ``run``; what that takes is not measured.
         steps: at least 1.
     """
     watch = _Watch(model, config)
     with watch:
-        found = [watch.step(run) for _ in range(steps + 1)][1:]
+        found = [watch.step(run, draw()) for _ in range(steps + 1)][1:]
     costs = [_median([step[number] for step in found]) for number in range(len(watch.profile.units))]
     units = [_with_cost(unit, cost) for unit, cost in zip(watch.profile.units, costs, strict=True)]
     units[0] = units[0]._replace(borrows=tuple(dict.fromkeys([*units[0].borrows, *watch.borrowed])))
@@ -96,7 +104,7 @@ class _Watch:
     """Deals the time and the memory of a step out to units: what passes between two marks is that of one of them.
 
     A unit's forward has what no unit inside it has. In the backward each has what passes from the gradient of its
-    result to that of the next.
+    result to that of the next. A forward that runs again in there, as with recompute, belongs to that backward.
     """
 
     def __init__(self, model: nn.Layer, config: ShardingConfig) -> None:
@@ -113,6 +121,7 @@ class _Watch:
         self._costs: list[Cost] = []
         self._start_s, self._start_bytes = 0.0, 0
         self._owner, self._part = 0, "forward"
+        self._differentiates = False
 
     def __enter__(self) -> _Watch:
         for number, layer in enumerate(self._layers):
@@ -131,15 +140,19 @@ class _Watch:
         for layer in self._model.sublayers(include_self=True):
             layer.__dict__["_parameters"] = OrderedDict(OrderedDict.items(layer._parameters))
 
-    def step(self, run: Callable[[], Any]) -> list[Cost]:
+    def step(self, run: Callable[..., Any], given: Sequence[Any]) -> list[Cost]:
         """One forward and backward; the cost of each unit."""
         self._costs = [Cost() for _ in self._layers]
         self.order.clear()
         self._restart(0, "forward")
-        result = run()
+        result = run(*given)
         loss = result if isinstance(result, paddle.Tensor) else sum(tensor.sum() for tensor in tensors_in(result))
         self._begin(0, "backward")
-        loss.sum().backward()
+        self._differentiates = True
+        try:
+            loss.sum().backward()
+        finally:
+            self._differentiates = False
         self._begin(0, "forward")
         return list(self._costs)
 
@@ -156,11 +169,14 @@ class _Watch:
         self._active.append(number)
         if number and number not in self.order:
             self.order.append(number)
-        self._begin(number, "forward")
+        self._begin(number, "backward" if self._differentiates else "forward")
 
     def _leave(self, number: int, _: nn.Layer, __: Any, outputs: Any) -> None:
         self._active.pop()
-        self._begin(self._active[-1] if self._active else 0, "forward")
+        if self._differentiates:
+            self._begin(self._active[-1] if self._active else number, "backward")
+        else:
+            self._begin(self._active[-1] if self._active else 0, "forward")
         for tensor in tensors_in(outputs) if number else ():
             if not (tensor.stop_gradient or tensor.is_leaf):
                 tensor.register_hook(functools.partial(self._enter_backward, number))
@@ -170,6 +186,8 @@ class _Watch:
 
     def _begin(self, number: int, part: str) -> None:
         """What has passed since the last mark belongs to its owner; from now on that is ``number``."""
+        if (number, part) == (self._owner, self._part):
+            return  # one stretch, so that what it holds at its peak is seen as a whole
         passed_s = self._memory.now_s() - self._start_s
         grown, peak = self._memory.current() - self._start_bytes, self._memory.peak() - self._start_bytes
         cost = self._costs[self._owner]

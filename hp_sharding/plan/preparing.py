@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..config import ShardingConfig
+from ..config import SHORT_DTYPES, ShardingConfig
 from ..errors import ConfigError
+from ..layout import ITEM_BYTES
 from ..trace import chrome
 from .choices import Outcome, Wanted, describe, rank
 from .hardware import LANES, Hardware, Link
@@ -97,6 +98,7 @@ def _outcome_dict(outcome: Outcome) -> dict[str, Any]:
         "stage": config.stage,
         "comm_buffer_size_MB": config.comm_buffer_size_MB,
         "prefetch_depth": config.prefetch_depth,
+        "param_dtype": config.param_dtype,
         "fits": outcome.fits,
         **{key: value for key, value in found._asdict().items() if key != "trace"},
     }
@@ -108,8 +110,12 @@ def prepare(request: Request) -> Prepared:
     Raises:
         ConfigError: something is missing, or cannot be.
     """
+    _check_together(request)
     hardware = _hardware(request)
+    sizes = _sizes_of(request.model)
     settings = {name: getattr(request, name) for name in ("param_dtype", "gather_dtype", "reduce_dtype")}
+    if sizes is not None and sizes.dtype in SHORT_DTYPES and request.param_dtype is None:
+        settings["param_dtype"] = sizes.dtype  # nobody trains such a model without masters
     settings |= dict.fromkeys(_OVERLAPS, request.overlap)
     settings["replicate_buffer_size_MB"] = request.replicate_buffer_mb
     wanted = Wanted(
@@ -119,19 +125,44 @@ def prepare(request: Request) -> Prepared:
     if request.measure:
         profile, hardware = _measured(request, hardware)
     else:
-        profile = _profile(request)
+        profile = _profile(request, sizes)
     if request.compute_from is not None:
         profile = with_recorded(profile, chrome.read(request.compute_from))
     training = Training(clips=request.clip, micro_batches=request.micro_batches)
     return Prepared(profile.timed(hardware, request.tokens), hardware, wanted, training)
 
 
-def _profile(request: Request) -> Profile:
-    name, _, sizes = request.model.partition(":")
-    if name.startswith("llama2-") and name.removeprefix("llama2-") in KNOWN:
-        return transformer(name, KNOWN[name.removeprefix("llama2-")], tokens=_tokens(request))
+_TOGETHER = (
+    ("host_bandwidth_gbit", "host_ranks"), ("host_latency_us", "host_ranks"), ("batch", "measure"),
+)  # fmt: skip
+_APART = (("measure", "tflops"), ("measure", "tokens"))
+
+
+def _check_together(request: Request) -> None:
+    """What would change nothing is a mistake."""
+    for one, other in _TOGETHER:
+        if getattr(request, one) is not None and not getattr(request, other):
+            raise ConfigError(f"{_option(one)} says nothing without {_option(other)}")
+    for one, other in _APART:
+        if getattr(request, one) and getattr(request, other) is not None:
+            raise ConfigError(f"{_option(one)} finds out what compute takes; leave {_option(other)} out")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _sizes_of(model: str) -> Sizes | None:
+    """Of a transformer that is named or described; None for all else."""
+    name, _, sizes = model.partition(":")
     if name == "transformer" and sizes:
-        return transformer(name, _sizes(sizes), tokens=_tokens(request))
+        return _sizes(sizes)
+    return KNOWN.get(name.removeprefix("llama2-")) if name.startswith("llama2-") else None
+
+
+def _profile(request: Request, sizes: Sizes | None) -> Profile:
+    if sizes is not None:
+        return transformer(request.model.partition(":")[0], sizes, tokens=_tokens(request))
     if request.model.endswith(".json"):
         return read(request.model)
     from .layers import load, make_model, profile_of
@@ -142,17 +173,28 @@ def _profile(request: Request) -> Profile:
 def _measured(request: Request, hardware: Hardware) -> tuple[Profile, Hardware]:
     if request.batch is None:
         raise ConfigError("--measure runs the model, so it needs --batch, a callable that returns its arguments")
-    from .layers import load, make_model
+    from .layers import load, make_model, profile_of
     from .measuring import measure, with_machine
 
-    draw, model = load(request.batch), make_model(load(request.model), lazy=False)
+    batch, model = load(request.batch), make_model(load(request.model), lazy=False)
+    _check_dtype(profile_of(model, ShardingConfig()), request.param_dtype)
 
-    def run() -> Any:
-        given = draw()
-        return model(*given) if isinstance(given, (tuple, list)) else model(given)
+    def draw() -> Sequence[Any]:
+        given = batch()
+        return given if isinstance(given, (tuple, list)) else (given,)
 
-    measured = measure(model, run, ShardingConfig())
+    measured = measure(model, model, ShardingConfig(), draw=draw)
     return measured.profile, with_machine(hardware, measured)
+
+
+def _check_dtype(profile: Profile, wanted: str | None) -> None:
+    """What is measured is to be what trains."""
+    other = next((param for param in profile.params if wanted not in (None, param.dtype)), None)
+    if other is not None:
+        raise ConfigError(
+            f"--param-dtype {wanted}: the model is built with '{other.name}' in {other.dtype}, and would be measured "
+            f"in that. Build it in {wanted}, or leave --param-dtype or --measure out"
+        )
 
 
 def _tokens(request: Request) -> int:
@@ -170,6 +212,8 @@ def _sizes(text: str) -> Sizes:
     unknown = [part for part in text.split(",") if part.partition("=")[0] not in Sizes._fields]
     if missing or unknown or not all(numbers[key] for key in numbers if key != "recompute"):
         raise ConfigError(f"transformer:{text}: expected numbers for {', '.join(Sizes._fields)}, such as layers=24")
+    if words.get("dtype", "float32") not in ITEM_BYTES:
+        raise ConfigError(f"transformer:{text}: known dtypes are {', '.join(ITEM_BYTES)}")
     return Sizes(**{**numbers, **words, "recompute": bool(numbers.get("recompute", 1))})
 
 

@@ -16,6 +16,9 @@ from ..errors import ConfigError
 from ..layout import ITEM_BYTES
 from .hardware import Hardware
 
+_BACKWARD_FACTOR = 2.0
+"""A backward is two matrix products for each one of the forward."""
+
 
 class Param(NamedTuple):
     """One parameter: its structured name, its shape and Paddle's name of its dtype."""
@@ -55,7 +58,7 @@ class Unit(NamedTuple):
     borrows: tuple[str, ...] = ()
     activation_bytes: int = 0
     transient_bytes: int = 0
-    backward_factor: float = 2.0
+    backward_factor: float = _BACKWARD_FACTOR
 
 
 class Profile(NamedTuple):
@@ -124,10 +127,11 @@ def read(path: str | Path) -> Profile:
 
 
 def from_dict(values: Mapping[str, Any]) -> Profile:
-    """From ``{"name": ..., "units": [{"name": ..., "params": [[name, shape, dtype], ...], ...}, ...]}``.
+    """From ``{"name": ..., "units": [{"name": ..., "params": [[name, shape, dtype, frozen], ...], ...}, ...]}``.
 
-    Other keys of a unit, all optional: ``forward_ms``, ``backward_ms``, ``flops`` of a forward for each token (else
-    two for each element of a matrix), ``borrows``, ``activation_mb`` and ``transient_mb`` in units of 2**20 bytes.
+    Of a parameter ``dtype`` (else float32) and ``frozen`` (else false) may be left out. Other keys of a unit, all
+    optional: ``forward_ms``, ``backward_ms``, ``backward_factor`` (2), ``flops`` of a forward for each token (else two
+    for each element of a matrix), ``borrows``, ``activation_mb`` and ``transient_mb`` in units of 2**20 bytes.
     A unit of the model's own name is the model itself: what its forward does after all units.
 
     Raises:
@@ -149,7 +153,8 @@ def to_dict(profile: Profile) -> dict[str, Any]:
 
 
 _UNIT_KEYS = {
-    "name", "params", "forward_ms", "backward_ms", "flops", "borrows", "activation_mb", "transient_mb",
+    "name", "params", "forward_ms", "backward_ms", "backward_factor", "flops", "borrows", "activation_mb",
+    "transient_mb",
 }  # fmt: skip
 _MB = 1 << 20
 
@@ -159,6 +164,9 @@ def _unit(entry: Any) -> Unit:
         raise ConfigError(
             f"a unit is an object with 'name' and none but {', '.join(sorted(_UNIT_KEYS))}; found {entry!r:.200}"
         )
+    for key in ("params", "borrows"):
+        if not isinstance(entry.get(key, []), list):
+            raise ConfigError(f"unit '{entry['name']}': {key} is to be a list, not {entry[key]!r:.200}")
     params = tuple(_param(value, str(entry["name"])) for value in entry.get("params", ()))
     numbers = {key: entry[key] for key in entry if key in _UNIT_KEYS - {"name", "params", "borrows"}}
     for key, value in numbers.items():
@@ -168,31 +176,39 @@ def _unit(entry: Any) -> Unit:
     sizes = {f"{what}_bytes": round(numbers.get(f"{what}_mb", 0) * _MB) for what in ("activation", "transient")}
     flops = float(numbers.get("flops", matrix_flops(params)))
     borrows = tuple(str(name) for name in entry.get("borrows", ()))
-    return Unit(str(entry["name"]), params, **times, flops=flops, borrows=borrows, **sizes)
+    factor = float(numbers.get("backward_factor", _BACKWARD_FACTOR))
+    return Unit(str(entry["name"]), params, **times, flops=flops, borrows=borrows, **sizes, backward_factor=factor)
 
 
 def _param(value: Any, unit: str) -> Param:
-    try:
-        name, shape, *dtype = value
-        found = Param(str(name), tuple(int(size) for size in shape), *dtype)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"unit '{unit}': a parameter is [name, shape, dtype], not {value!r:.200}") from error
-    if found.numel < 1 or found.dtype not in ITEM_BYTES:
-        known = ", ".join(ITEM_BYTES)
-        raise ConfigError(f"unit '{unit}': parameter '{name}' has shape {shape} and dtype {dtype}; known are {known}")
+    if not isinstance(value, list) or not 2 <= len(value) <= 4 or not _is_shape(value[1]):
+        raise ConfigError(f"unit '{unit}': a parameter is [name, [size, ...], dtype, frozen], not {value!r:.200}")
+    found = Param(str(value[0]), tuple(value[1]), *value[2:])
+    if found.numel < 1 or found.dtype not in ITEM_BYTES or not isinstance(found.frozen, bool):
+        raise ConfigError(
+            f"unit '{unit}': parameter '{found.name}' has shape {list(found.shape)}, dtype {found.dtype!r} and frozen "
+            f"{found.frozen!r}; sizes are at least 1, known are {', '.join(ITEM_BYTES)}, frozen is true or false"
+        )
     return found
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(size, int) and not isinstance(size, bool) for size in value)
 
 
 def _unit_dict(unit: Unit) -> dict[str, Any]:
     times = {"forward_ms": unit.forward_s, "backward_ms": unit.backward_s}
     return {
         "name": unit.name,
-        "params": [[param.name, list(param.shape), param.dtype] for param in unit.params],
+        "params": [
+            [param.name, list(param.shape), param.dtype, *([True] if param.frozen else [])] for param in unit.params
+        ],
         **{key: value * 1e3 for key, value in times.items() if value is not None},
         "flops": unit.flops,
         "borrows": list(unit.borrows),
         "activation_mb": unit.activation_bytes / _MB,
         "transient_mb": unit.transient_bytes / _MB,
+        "backward_factor": unit.backward_factor,
     }
 
 

@@ -13,6 +13,8 @@ from .profile import Profile, Unit
 _OUTSIDE = "script"
 """Label of what lies outside forward, backward and ``step()``, such as the loss: the model's own forward here."""
 
+_MOST_NAMED = 10
+
 
 def with_recorded(profile: Profile, trace: Trace) -> Profile:
     """The same with the times of forwards and backwards that the trace has: medians over steps, of the slowest rank.
@@ -20,16 +22,21 @@ def with_recorded(profile: Profile, trace: Trace) -> Profile:
     Transfers that ran beside them have made them longer; what a trace without overlap has is nearer to compute alone.
 
     Raises:
-        ConfigError: it has no compute of any unit.
+        ConfigError: it has no compute of some units, which are named.
     """
     taken = _taken_s(trace)
-    found = [unit.name for unit in profile.units if unit.params and (unit.name, "forward") in taken]
-    if not found:
-        raise ConfigError(
-            f"the trace has no compute of any unit of {profile.name}, such as '{profile.units[-1].name}'. Record it "
-            "with the same model and units"
-        )
     root, *others = profile.units
+    # A simulated unit that only looks a table up takes no time at all, so there is no span of it.
+    simulated = trace.about.get("simulated", False)
+    wanted = [unit.name for unit in others or [root] if unit.params and (unit.flops or not simulated)]
+    missing = [name for name in wanted if (name, "forward") not in taken]
+    if missing:
+        how_many = "any unit" if len(missing) == len(wanted) else f"{len(missing)} of {len(wanted)} units"
+        named = ", ".join(missing[:_MOST_NAMED]) + (", ..." if len(missing) > _MOST_NAMED else "")
+        raise ConfigError(
+            f"the trace has no compute of {how_many} of {profile.name}: {named}. Record it with the same model and "
+            "units, and plan no layers that never run"
+        )
     outside_s = taken.get(("", _OUTSIDE), 0.0) + taken.get((root.name, _OUTSIDE), 0.0)
     root = _timed(root, taken)
     root = root._replace(forward_s=(root.forward_s or 0.0) + outside_s)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import paddle
 
 from ..assembly import CONTROL
-from ..config import ShardingConfig
+from ..config import AUTO, ShardingConfig
 from ..errors import ConfigError
 from ..layout import model_state_bytes
 from ..sharding import LANES, REPLICA_LANES, build
@@ -103,15 +103,19 @@ def predict(
         training: the rest.
 
     Raises:
-        ConfigError: a unit's time is not known, or less than two ranks.
+        ConfigError: a unit's time is not known, less than two ranks, or a setting that is chosen by measurement.
     """
     untimed = [unit.name for unit in profile.units if unit.forward_s is None or unit.backward_s is None]
     if untimed:
         raise ConfigError(f"unit '{untimed[0]}' has no time; Profile.timed() gives it one")
+    for name in ("comm_buffer_size_MB", "prefetch_depth"):
+        if getattr(config, name) == AUTO:
+            raise ConfigError(f"{name}='auto' is chosen while a model trains; a plan needs a number, so try several")
     if ranks.total < 2 or min(ranks) < 1:
         raise ConfigError(f"a plan is for two ranks or more, not {ranks.shard} x {ranks.replicas}")
+    links = hardware.of_groups(ranks.shard, ranks.total)
     with _apart():
-        return _Replay(profile, hardware.of_groups(ranks.shard), ranks, config, training or Training()).play()
+        return _Replay(profile, links, ranks, config, training or Training()).play()
 
 
 @contextlib.contextmanager
@@ -176,9 +180,9 @@ class _Replay:
             moment_bytes=training.moment_bytes,
         )
 
-    def forward(self, use: Use) -> None:
-        """Part of ``scaled.Player``."""
-        self._activation_bytes += use.activation_bytes
+    def forward(self, use: Use, *, keeps: bool) -> None:
+        """Part of ``scaled.Player``; what is before all that trains keeps nothing for a backward that never comes."""
+        self._activation_bytes += use.activation_bytes if keeps else 0.0
         self._look(use.transient_bytes)
         self._clock.compute(use.forward_s, "forward", use.unit)
 
@@ -205,6 +209,7 @@ class _Replay:
         return self._predict(len(ends_s), ends_s[-2], ends_s[-1])
 
     def _step(self) -> None:
+        self._activation_bytes = 0.0
         x = paddle.zeros([2, 2])
         for number in range(self._training.micro_batches):
             last = number == self._training.micro_batches - 1

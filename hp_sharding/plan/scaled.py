@@ -48,8 +48,8 @@ class Use(NamedTuple):
 class Player(Protocol):
     """Told by the scale model what it does: there costs become time and memory."""
 
-    def forward(self, use: Use) -> None:
-        """The parameters are there; the compute of a forward begins."""
+    def forward(self, use: Use, *, keeps: bool) -> None:
+        """The parameters are there; the compute of a forward begins. ``keeps``: a backward comes of it."""
 
     def backward(self, use: Use) -> None:
         """All that comes after it has been differentiated; the compute of its backward begins."""
@@ -62,7 +62,7 @@ class _Run(PyLayer):
     def forward(ctx: Any, x: paddle.Tensor, player: Player, use: Use, *params: paddle.Tensor) -> paddle.Tensor:
         ctx.player, ctx.use = player, use
         ctx.wanted = [None if tensor.stop_gradient else tensor.dtype for tensor in (x, *params)]
-        player.forward(use)
+        player.forward(use, keeps=any(dtype is not None for dtype in ctx.wanted))
         return x.clone()
 
     @staticmethod
@@ -85,15 +85,18 @@ class ScaledUnit(nn.Layer):
         self.player = player
         self.places: dict[str, tuple[nn.Layer, str]] = {}
         self.uses: list[Use] = []
+        self._holders: dict[str, nn.Layer] = {}
         for param in unit.params:
             self._hold(param)
 
     def _hold(self, param: Param) -> None:
-        path, _, leaf = param.name.removeprefix(f"{self.unit.name}.").rpartition(".")
-        holder: nn.Layer = self._sub_layers.get(path) or self if path else self
-        if path and holder is self:
-            holder = nn.Layer()
-            self.add_sublayer(path, holder)
+        """Under names of its own: those of parameters may be any, such as that of an attribute here."""
+        path = param.name.removeprefix(f"{self.unit.name}.").rpartition(".")[0]
+        holder = self._holders.get(path) if path else self
+        if holder is None:
+            holder = self._holders[path] = nn.Layer()
+            self.add_sublayer(f":{len(self._holders)}", holder)
+        leaf = f"param{len(self.places)}"
         made = holder.create_parameter(
             _SHAPE, dtype=param.dtype, default_initializer=nn.initializer.Constant(0.0)
         )  # fmt: skip
@@ -126,7 +129,7 @@ class ScaledModel(ScaledUnit):
     def __init__(self, profile: Profile, player: Player) -> None:
         root, *others = profile.units
         super().__init__(root, player)
-        self.order = [ScaledUnit(unit, player) for unit in others]
+        self.order = [ScaledUnit(unit, player) for unit in _in_order(others)]
         for unit in self.order:
             self.add_sublayer(unit.unit.name, unit)
         places = {name: place for unit in (self, *self.order) for name, place in unit.places.items()}
@@ -152,13 +155,29 @@ def build_model(profile: Profile, player: Player) -> ScaledModel:
     return kind(profile, player)
 
 
+def _in_order(units: Sequence[Unit]) -> list[Unit]:
+    """A unit without parameters comes after those inside it, such as a decoder after its blocks.
+
+    Before them it would come before all that trains, so that it had no backward.
+    """
+
+    def place(number: int) -> tuple[int, int]:
+        name, params, *_ = units[number]
+        inside = [other for other, unit in enumerate(units) if unit.name.startswith(f"{name}.") and not params]
+        return (max([number, *inside]), -number)
+
+    return [units[number] for number in sorted(range(len(units)), key=place)]
+
+
 def _uses(unit: ScaledUnit, places: dict[str, tuple[nn.Layer, str]]) -> list[Use]:
-    """The unit's costs dealt out to its layers by the elements of their matrices."""
+    """The unit's costs dealt out to its layers by the elements of their matrices; all at once if it has none."""
     groups = [[param.name for param in group] for group in unit.groups()]
     weights = [sum(param.numel for param in group if len(param.shape) > 1) for group in unit.groups()]
     if unit.unit.borrows:
         groups.append(list(unit.unit.borrows))
         weights.append(0)
+    if not groups:
+        groups, weights = [[]], [0]
     total = sum(weights)
     shares = [weight / total if total else 1 / len(groups) for weight in weights]
     return [_use(unit.unit, group, places, share=share) for group, share in zip(groups, shares, strict=True)]
@@ -232,7 +251,10 @@ class Scaling:
 
     def lay_out(self, specs: Sequence[ParamSpec], units: Sequence[str], rules: BucketRules) -> list[BucketLayout]:
         """See ``layout.plan_buckets``; ``specs`` are those of the scale model."""
-        true_specs = [spec._replace(numel=self._true_params[spec.name].numel) for spec in specs]
+        params = [self._true_params[spec.name] for spec in specs]
+        true_specs = [
+            spec._replace(name=param.name, numel=param.numel) for spec, param in zip(specs, params, strict=True)
+        ]
         for true in plan_buckets(true_specs, units, rules._replace(nranks=self._nranks)):
             numel = len(true.slots) * _NUMEL
             while numel in self._by_numel:
@@ -240,7 +262,7 @@ class Scaling:
             self._by_numel[numel] = true
             self.layouts.append(ScaledLayout.of(true, numel))
             for slot in true.slots:
-                self.layout_of[self._true_params[specs[slot.param].name].name] = self.layouts[-1]
+                self.layout_of[params[slot.param].name] = self.layouts[-1]
         return list(self.layouts)
 
     def gradient_bytes(self, name: str) -> int:

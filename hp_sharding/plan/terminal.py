@@ -64,7 +64,13 @@ def _row(outcome: Outcome) -> list[str]:
 
 
 def _notes(outcomes: Sequence[Outcome], memory_bytes: float | None) -> list[str]:
-    notes = ["Simulated: every rank alike, no stragglers. Exposed: compute waits. GB: 10**9 bytes, the peak of a step."]
+    notes = [
+        "Simulated: every rank alike, no stragglers. Exposed: compute waits. MB: 2**20 bytes. GB: 10**9 bytes, the peak"
+        " of a step."
+    ]
+    dtype = outcomes[0].choice.config.param_dtype
+    if dtype is not None:
+        notes.append(f"Layers compute in {dtype}; each rank keeps its shard of the parameters in float32.")
     if memory_bytes is not None:
         fitting = sum(outcome.fits for outcome in outcomes)
         notes.append(f"{fitting} of {len(outcomes)} fit into {memory_bytes / _GB:g} GB.")

@@ -6,15 +6,15 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..comm import Mark
 from ..errors import CommError, ConfigError
 from ..trace.figures import union
 from ..trace.spans import LANES, Span, Step, Trace
-from .marks import ComputeMarks, Doing, Entry, tiles, without
-from .recording import Recording, check_steps, merge, write_together
+from .marks import MOST, ComputeMarks, Doing, Entry, tiles, without
+from .recording import Recording, as_path, check_steps, merge, write_together
 from .sinks import Sink
 from .steps import EXTRA, StepTimes, summary_of, times_of
 from .subject import Subject, is_bucket, layer_of
@@ -33,6 +33,13 @@ _MAX_BEHIND = 100
 _POLL_S = 0.0005
 
 
+class _Watched(NamedTuple):
+    """A work, and what the buckets held when it was started: buckets may be laid out anew before it is looked at."""
+
+    work: Work
+    layers: Mapping[str, str]
+
+
 class _Ended(NamedTuple):
     """A step that has ended on the host; a device may come to its end later."""
 
@@ -41,7 +48,7 @@ class _Ended(NamedTuple):
     end: Mark
     before: Doing
     entries: list[Entry]
-    stalls: list[Stall]
+    stalls: list[tuple[Stall, Mapping[str, str]]]
     figures: dict[str, float]
 
     def is_known(self) -> bool:
@@ -49,7 +56,7 @@ class _Ended(NamedTuple):
         if self.end.time_s is None or (self.start is not None and self.start.time_s is None):
             return False
         marks = all(entry.mark.time_s is not None for entry in self.entries)
-        return marks and all(stall.start_s is not None and stall.end_s is not None for stall in self.stalls)
+        return marks and all(stall.start_s is not None and stall.end_s is not None for stall, _ in self.stalls)
 
 
 class Timeline:
@@ -79,8 +86,9 @@ class Timeline:
         self._on_device = on_device
         self._new_mark = new_mark
         self._marks = ComputeMarks(new_mark)
-        self._works: list[Work] = []
+        self._works: list[_Watched] = []
         self._stalls: list[Stall] = []
+        self._stalled_in: list[Mapping[str, str]] = []
         self._ended: deque[_Ended] = deque()
         self._step_start: Mark | None = None
         self._n_ended = 0
@@ -89,18 +97,26 @@ class Timeline:
         self._recording: Recording | None = None
         self._kept: deque[tuple[Step, list[Span]]] = deque(maxlen=KEPT_STEPS)
         self._sinks: list[Sink] = []
+        self._has_unheard = False
+        # Whether the user has asked for it, who may not be the only one who listens.
+        self._is_wanted = enabled
+        self._of_recording: list[StepTimes] = []
 
     # -- told by those who send and wait -------------------------------------------------------------------------
 
     def watch(self, work: Work) -> Work:
         """Has the work's span counted once it is done. Returns ``work``."""
         if self.enabled:
-            self._works.append(work)
+            self._works.append(_Watched(work, self.subject.layers))
+            if len(self._works) > MOST // 2:
+                # No step ends any more, as in a long evaluation; and they are larger than marks.
+                del self._works[: len(self._works) // 2]
         return work
 
     def wait(self, work: Work) -> None:
         """``work.wait()``, counted as exposed time for as long as compute stands still."""
         if self.enabled and work.on_device == self._on_device:
+            self._note_layers()
             work.timed_wait(self._stalls)
         else:
             work.wait()
@@ -148,13 +164,16 @@ class Timeline:
             ConfigError: its file could not be written; on every rank.
         """
         if not self.enabled:
+            if self._has_unheard:
+                self._warn_of_silence()
             return
         end = self._new_mark()
         end.settle()
         self._marks.reset()
         before, entries = self._marks.take()
         self._n_ended = self._n_ended + 1 if number is None else number
-        stalls, self._stalls = self._stalls, []
+        stalls = list(zip(self._stalls, self._stalled_in, strict=True))
+        self._stalls, self._stalled_in = [], []
         self._ended.append(_Ended(self._n_ended, self._step_start, end, before, entries, stalls, self._take_figures()))
         if len(self._ended) > _MAX_BEHIND:
             self._ended.popleft()
@@ -168,8 +187,9 @@ class Timeline:
     def summary(self) -> dict[str, Any]:
         """What the recorded steps come to: medians in milliseconds, and more; see ``trace.figures.over_steps``.
 
-        Keys: ``steps``, ``step_ms``, ``compute_ms``, ``exposed_ms``, ``overlap_percent`` (the part of the lanes' busy
-        time in which the main thread did not wait); of each lane ``gather``, ``reduce``, ``replicate`` and ``agree``
+        Keys: ``steps``, ``step_ms``, ``compute_ms``, ``exposed_ms``, ``busy_ms`` (in which some communication was under
+        way), ``hidden_ms`` (in which compute went on meanwhile), ``overlap_percent`` (the second in the first); of each
+        lane ``gather``, ``reduce``, ``replicate`` and ``agree``
         ``<lane>_ms``, ``<lane>_bytes`` and ``<lane>_gb_s``; ``phases_ms`` and ``exposed_ms_by_layer``, which are
         dicts; ``wrong_guesses``, ``peak_bytes``, ``formula_bytes``. All zero where nothing was recorded. The figures of
         single steps are in ``steps``.
@@ -189,10 +209,12 @@ class Timeline:
     def add_sink(self, sink: Sink) -> None:
         """Has ``sink(figures)`` called after each step that is counted, on this rank; see ``json_lines``, ``scalars``.
 
+        While the timeline is off, and nothing is recorded, it is not called; the first such step is told of in the log.
         A sink that raises is told of in the log, as a warning, and is not called any more: what one rank cannot write
         must not stop it while the others go on.
         """
         self._sinks.append(sink)
+        self._has_unheard = True
 
     # -- records -------------------------------------------------------------------------------------------------
 
@@ -203,16 +225,19 @@ class Timeline:
         the last ``step()``, or at the end of the block where ``steps`` is None, the spans of all ranks are merged on
         the first rank, on one clock: ``recording.trace`` is a ``Trace`` there and None elsewhere, and ``path`` is
         written. Every rank enters it; beginning and end are collective. Where the block raises, nothing is merged.
+        Where the timeline was off, ``summary()`` is of these steps alone afterwards.
 
         Args:
-            steps: how many, 1 or more; None until the block ends.
-            path: of the file, which ``hp-sharding trace show``, Perfetto and Chrome open; None for none.
+            steps: how many, 1 or more, the same on all ranks; None until the block ends.
+            path: of the file, which ``hp-sharding trace show``, Perfetto and Chrome open; None for none. The first rank
+                writes it; what the others say does not matter then.
 
         Raises:
-            ConfigError: ``steps`` is no such number; or, on entry, another recording is under way.
+            ConfigError: ``steps`` is no such number, or ``path`` none; or, on entry, another recording is under way;
+                or, on every rank, ranks ask for different steps, or have a path of which the first one knows nothing.
         """
         check_steps(steps)
-        return Recording(self, steps, path)
+        return Recording(self, steps, as_path(path))
 
     def trace(self) -> Trace | None:
         """The last ``KEPT_STEPS`` steps of all ranks on the first one, None on the others. Collective.
@@ -229,8 +254,8 @@ class Timeline:
         self._settle_all(self._ended)
         return merge(self.subject, list(self._kept), readings=[])
 
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Writes ``trace()`` to a file, on the first rank. Collective.
+    def write(self, path: str | os.PathLike[str] | None) -> None:
+        """Writes ``trace()`` to a file, on the first rank, whose ``path`` counts. Collective.
 
         Raises:
             ConfigError: the timeline is off, or the file could not be written; on every rank.
@@ -239,8 +264,9 @@ class Timeline:
         write_together(self.subject, self.trace(), path)
 
     def stop(self) -> None:
-        """Records nothing more of its own accord, and forgets what has been recorded; a recording goes on."""
-        self.steps, self.spans = [], []
+        """Records nothing more of its own accord, and forgets all but the last recording, under way or over."""
+        self.steps = list(self._of_recording)
+        self.spans = self.spans if self.steps else []
         self._kept.clear()
         self._rests_after = True
         if self._recording is None:
@@ -258,14 +284,23 @@ class Timeline:
 
     def begin_recording(self, recording: Recording) -> Mark:
         """Collects from here on. Returns the moment."""
-        self._recording = recording
-        self._rests_after = not self.enabled
         if not self.enabled:
             self.subject.formula_bytes()
-            self.subject.begin()
-            self._works.extend(self.subject.under_way())
+            try:
+                self.subject.begin()
+            except BaseException:
+                self.subject.end()
+                raise
+            layers = self.subject.layers
+            self._works.extend(_Watched(work, layers) for work in self.subject.under_way())
+        if not self._is_wanted:
+            # An earlier recording is another matter.
+            self.steps, self.spans = [], []
+            self._kept.clear()
         start = self._new_mark()
         start.settle()
+        self._recording, self._of_recording = recording, []
+        self._rests_after = not self.enabled
         self.enabled = True
         # Where no step has ended yet, the first one has a beginning now.
         self._step_start = self._step_start or start
@@ -285,17 +320,17 @@ class Timeline:
         Raises:
             CommError: a collective failed, or did not end within ``timeout_s``.
         """
-        works = list(self._works)
-        for under_way in works:
+        watched = list(self._works)
+        for under_way, _ in watched:
             under_way.wait()
-        self._settle_all(works)
+        self._settle_all([work for work, _ in watched])
         end_s = self._step_start.time_s if self._step_start is not None else None
-        return [self._span(work) for work in works if end_s is not None and _ended_after(work, end_s)]
+        return [self._span(each) for each in watched if end_s is not None and _ended_after(each.work, end_s)]
 
     def _rest(self) -> None:
         """Off, with nothing under way."""
         self.enabled = False
-        self._works, self._stalls = [], []
+        self._works, self._stalls, self._stalled_in = [], [], []
         self._ended.clear()
         self._marks = ComputeMarks(self._new_mark)
         self._step_start = None
@@ -340,10 +375,10 @@ class Timeline:
         start_s = ended.start.time_s if ended.start is not None else None
         if start_s is None:
             return
-        rank, layers = self.subject.rank, self.subject.layers
+        rank = self.subject.rank
         waits = [
             Span(rank, "wait", stall.label, stall.start_s or 0.0, stall.end_s or 0.0, 0, layer_of(stall.label, layers))
-            for stall in ended.stalls
+            for stall, layers in ended.stalls
         ]
         parts = tiles(ended.before, ended.entries, start_s=start_s, end_s=end_s, whole=self.subject.whole)
         compute = [
@@ -357,10 +392,26 @@ class Timeline:
         self.steps.append(times_of(spans, step, self.subject.groups))
         del self.steps[:-MAX_STEPS]
         self._kept.append((step, spans))
+        self._has_unheard = False
         if self._recording is not None:
+            self._of_recording.append(self.steps[-1])
+            del self._of_recording[:-MAX_STEPS]
             self._recording.take(step, spans)
         for sink in list(self._sinks):
             self._tell(sink, self.steps[-1].figures)
+
+    def _note_layers(self) -> None:
+        """The wait that comes is for what buckets hold now."""
+        if len(self._stalls) >= MOST:
+            del self._stalls[: MOST // 2], self._stalled_in[: MOST // 2]
+        self._stalled_in.append(self.subject.layers)
+
+    def _warn_of_silence(self) -> None:
+        self._has_unheard = False
+        LOG.warning(
+            "rank %d: the timeline is off, so that %s gets no steps but those of recordings. Set timeline=True for all",
+            self.subject.rank, ", ".join(map(repr, self._sinks)),
+        )  # fmt: skip
 
     def _tell(self, sink: Sink, figures: dict[str, Any]) -> None:
         try:
@@ -373,18 +424,19 @@ class Timeline:
         """Of the works that have ended by then; those that failed, or never began, have none."""
         watched, self._works = self._works, []
         found = []
-        for work in watched:
+        for each in watched:
+            work = each.work
             # Asked once only: it may end at any moment.
             if not work.done() or _ended_after(work, end_s):
-                self._works.append(work)
+                self._works.append(each)
             elif work.start_s is not None and work.end_s is not None:
-                found.append(self._span(work))
+                found.append(self._span(each))
         return found
 
-    def _span(self, work: Work) -> Span:
+    def _span(self, watched: _Watched) -> Span:
+        work, layers = watched
         assert work.start_s is not None
         assert work.end_s is not None
-        layers = self.subject.layers
         lane = "agree" if work.lane not in LANES or (layers and not is_bucket(work.label, layers)) else work.lane
         layer = layer_of(work.label, layers)
         return Span(self.subject.rank, lane, work.label, work.start_s, work.end_s, work.nbytes, layer)

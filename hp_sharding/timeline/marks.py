@@ -9,6 +9,8 @@ from ..comm import Mark
 
 SCRIPT = "script"
 """Label of what lies outside forward, backward and ``step()``: the loss, reading data, what else the script does."""
+MOST = 50_000
+"""Marks kept of one step: where none ends, as in a long evaluation, the oldest are forgotten."""
 
 
 class Doing(NamedTuple):
@@ -83,7 +85,7 @@ class ComputeMarks:
             self._note(_OUTSIDE)
 
     def take(self) -> tuple[Doing, list[Entry]]:
-        """What compute was at before, and the marks since the last call."""
+        """What compute was at before, and the marks since the last call, or the last of them."""
         before, entries = self._before, self._entries
         if entries:
             entries[-1].mark.settle()
@@ -99,6 +101,9 @@ class ComputeMarks:
         if self._entries:
             self._entries[-1].mark.settle()
         self._entries.append(entry)
+        if len(self._entries) > MOST:
+            del self._entries[: len(self._entries) // 2]
+            self._before = _OUTSIDE
 
 
 def tiles(before: Doing, entries: Sequence[Entry], *, start_s: float, end_s: float, whole: str) -> list[Tile]:

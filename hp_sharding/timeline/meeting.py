@@ -20,6 +20,12 @@ class Way(NamedTuple):
     lane: Communicator
     on_host: bool = True
 
+    def tensor(self, values: npt.NDArray[Any]) -> paddle.Tensor:
+        """``values`` where the lane takes them from."""
+        if self.on_host:
+            return host_tensor(values, values.dtype.name)
+        return paddle.to_tensor(values, place=current_device().place)
+
 
 class Round(NamedTuple):
     """A collective of all ranks, by this rank's clock: when it entered, and when it knew that all have."""
@@ -77,17 +83,11 @@ class Meeting:
     def _gather(way: Way, mine: npt.NDArray[Any], label: str) -> npt.NDArray[Any]:
         """A row for each rank of the lane."""
         everyone = np.zeros(way.lane.nranks * mine.size, mine.dtype)
-        own, output = _tensor(mine, way.on_host), _tensor(everyone, way.on_host)
+        own, output = way.tensor(mine), way.tensor(everyone)
         way.lane.all_gather(output, own, label=label).wait()
         # Reading it is what the host waits for where the lane is on a device.
         rows: npt.NDArray[Any] = output.numpy().reshape(way.lane.nranks, -1)
         return rows
-
-
-def _tensor(values: npt.NDArray[Any], on_host: bool) -> paddle.Tensor:
-    if on_host:
-        return host_tensor(values, values.dtype.name)
-    return paddle.to_tensor(values, place=current_device().place)
 
 
 def _pack(parts: Sequence[bytes]) -> bytes:

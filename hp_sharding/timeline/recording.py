@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import ConfigError, HpShardingError, StateError
+from ..errors import ConfigError, StateError
 from ..trace.spans import Span, Step, Trace
 from .clocks import ClockMap, Reading, about_clocks, clock_map, read_clock
 from .meeting import Meeting, Round
@@ -30,12 +31,13 @@ class Recording:
         n_steps: steps recorded so far.
     """
 
-    def __init__(self, line: Timeline, steps: int | None, path: str | os.PathLike[str] | None) -> None:
+    def __init__(self, line: Timeline, steps: int | None, path: str | None) -> None:
         self.trace: Trace | None = None
         self.n_steps = 0
         self._line = line
         self._asked = steps
         self._path = path
+        self._is_written = False
         self._recorded: list[Recorded] = []
         self._start: Mark | None = None
         self._readings: list[Reading] = []
@@ -45,7 +47,9 @@ class Recording:
         if self._start is not None:
             raise ConfigError("a recording is made once; call optimizer.timeline.record() again")
         self._line.check_free()
-        self._readings.append(read_clock(Meeting(self._line.subject.ways)))
+        meeting = Meeting(self._line.subject.ways)
+        self._is_written = self._agree(meeting)
+        self._readings.append(read_clock(meeting))
         self._start = self._line.begin_recording(self)
         return self
 
@@ -96,8 +100,50 @@ class Recording:
             line.end_recording()
         self.trace = merge(subject, recorded, readings=self._readings)
         self._recorded = []
-        if self._path is not None:
+        if self._is_written:
             write_together(subject, self.trace, self._path)
+
+    def _agree(self, meeting: Meeting) -> bool:
+        """Whether there is a file to be written: the first rank says which. Collective.
+
+        Raises:
+            ConfigError: not all ranks ask for the same; on every rank, so that none waits for the others in vain.
+        """
+        rank = self._line.subject.rank
+        asked = _Asked(rank, meeting.is_first, self._asked, self._path is not None)
+        everyone = sorted(_Asked(*json.loads(data)) for data in meeting.gather(json.dumps(asked).encode()))
+        if len({each.steps for each in everyone}) > 1:
+            said = ", ".join(f"rank {each.rank} {each.steps}" for each in everyone)
+            raise ConfigError(f"rank {rank}: record(steps=...) differs: {said}. All ranks record the same steps")
+        is_written = any(each.has_path for each in everyone if each.is_first)
+        if not is_written and any(each.has_path for each in everyone):
+            first = next(each.rank for each in everyone if each.is_first)
+            having = [each.rank for each in everyone if each.has_path]
+            raise ConfigError(
+                f"rank {rank}: record(path=...): only ranks {having} have a path, but it is rank {first} that writes "
+                "the file. Give it to all ranks, or to that one"
+            )
+        return is_written
+
+
+class _Asked(NamedTuple):
+    """What one rank wants of a recording."""
+
+    rank: int
+    is_first: bool
+    steps: int | None
+    has_path: bool
+
+
+def as_path(path: str | os.PathLike[str] | None) -> str | None:
+    """As a string; raises ConfigError for what names no file."""
+    try:
+        found = os.fspath(path) if path is not None else None
+    except TypeError:
+        found = ""
+    if found is not None and not (found and isinstance(found, str)):
+        raise ConfigError(f"path={path!r}: expected the path of a file, or None for none")
+    return found
 
 
 def check_steps(steps: object) -> None:
@@ -117,24 +163,28 @@ def merge(subject: Subject, recorded: Sequence[Recorded], *, readings: Sequence[
         CommError: a rank is gone, or late.
     """
     meeting = Meeting(subject.ways)
-    own = _Part(subject.rank, [*readings, read_clock(meeting)], recorded)
+    own = _Part(subject.rank, platform.node(), [*readings, read_clock(meeting)], recorded)
     everyone = [_Part.unpack(data) for data in meeting.gather(own.pack())]
     if not meeting.is_first:
         return None
     return _on_one_clock(everyone, own, subject.about())
 
 
-def write_together(subject: Subject, trace: Trace | None, path: str | os.PathLike[str]) -> None:
-    """Writes the trace on the first rank, which has it; all ranks raise where that fails. Collective."""
+def write_together(subject: Subject, trace: Trace | None, path: str | os.PathLike[str] | None) -> None:
+    """Writes the trace on the first rank, which has it; all ranks raise where that fails. Collective.
+
+    Args:
+        path: counts on the first rank only.
+    """
     meeting = Meeting(subject.ways)
     trouble = ""
     if trace is not None:
         from ..trace import chrome
 
         try:
-            chrome.write(trace, path)
-        except (OSError, HpShardingError) as error:
-            trouble = f"the first rank could not write the trace to {os.fspath(path)}: {error}"
+            chrome.write(trace, as_path(path) or "")
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others wait to hear of it
+            trouble = f"the first rank could not write the trace to {path!r}: {str(error) or type(error).__name__}"
     trouble = meeting.share_text(trouble)
     if trouble:
         raise ConfigError(f"rank {subject.rank}: {trouble}")
@@ -144,6 +194,7 @@ class _Part(NamedTuple):
     """What one rank has recorded."""
 
     rank: int
+    host: str
     readings: list[Reading]
     recorded: Sequence[Recorded]
 
@@ -151,15 +202,15 @@ class _Part(NamedTuple):
         """As bytes that ``unpack`` takes."""
         readings = [[reading.host, reading.rounds] for reading in self.readings]
         recorded = [[step[1:], [span[1:] for span in spans]] for step, spans in self.recorded]
-        return json.dumps([self.rank, readings, recorded]).encode()
+        return json.dumps([self.rank, self.host, readings, recorded]).encode()
 
     @classmethod
     def unpack(cls, data: bytes) -> _Part:
         """What ``pack`` gave on any rank."""
-        rank, readings, recorded = json.loads(data)
+        rank, host, readings, recorded = json.loads(data)
         found = [Reading(host, [Round(*each) for each in rounds]) for host, rounds in readings]
         steps = [(Step(rank, *step), [Span(rank, *span) for span in spans]) for step, spans in recorded]
-        return cls(rank, found, steps)
+        return cls(rank, host, found, steps)
 
     def mapped(self, clock: ClockMap, zero_s: float) -> tuple[list[Step], list[Span]]:
         """Steps and spans by the first rank's clock, of which ``zero_s`` becomes zero."""
@@ -174,7 +225,9 @@ def _on_one_clock(parts: Sequence[_Part], first: _Part, about: dict[str, Any]) -
     clocks = {part.rank: clock_map(part.readings, first.readings) for part in parts}
     begins = [clocks[part.rank].map(step.start_s) for part in parts for step, _ in part.recorded]
     zero_s = min(begins, default=0.0)
-    trace = Trace(about={**about, "clock": about_clocks(clocks)})
+    host_of = {part.rank: part.host for part in parts}
+    hosts = [host_of.get(rank, "") for rank in range(max(host_of) + 1)]
+    trace = Trace(about={**about, "hosts": hosts, "clock": about_clocks(clocks)})
     for part in sorted(parts, key=lambda part: part.rank):
         steps, spans = part.mapped(clocks[part.rank], zero_s)
         trace.steps += steps

@@ -46,11 +46,12 @@ def scalars(writer: ScalarWriter, every: int = 1) -> Sink:
         every: how many steps come to one value.
 
     Raises:
-        ConfigError: ``every`` is below 1, or the writer has no ``add_scalar``.
+        ConfigError: ``every`` is no number of steps above 0, or the writer has no ``add_scalar``.
     """
-    if every < 1 or not callable(getattr(writer, "add_scalar", None)):
+    counts = isinstance(every, int) and not isinstance(every, bool) and every >= 1
+    if not counts or not callable(getattr(writer, "add_scalar", None)):
         raise ConfigError(
-            f"scalars({type(writer).__name__}, every={every}): expected a writer with add_scalar(tag, value, step), "
+            f"scalars({type(writer).__name__}, every={every!r}): expected a writer with add_scalar(tag, value, step), "
             "and 1 or more steps"
         )
     return _Scalars(writer, every)

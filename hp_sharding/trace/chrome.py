@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
-import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +19,8 @@ from ..errors import ConfigError
 from .figures import Groups, step_numbers
 from .importing import problems
 from .seats import STEPS, Seat, Seats, process_of
-from .spans import COLLECTIVES, Span, Step, Trace
+from .spans import COLLECTIVES, LANES, Span, Step, Trace
+from .writing import replace
 
 __all__ = ["events", "problems", "read", "write"]
 
@@ -30,9 +31,11 @@ _RED = "terrible"
 """One of the names of colours that chrome://tracing knows. Perfetto chooses colours itself."""
 _GZIP = b"\x1f\x8b"
 _LEAST_ARROW_NS = 4
+_MOST_RANK = 2**31
 _SHORTEST_S = 1e-9
 """What takes no longer has no bandwidth."""
 _HOW = "Traces come from optimizer.timeline.write(path), or from 'with optimizer.timeline.record(path=...)'"
+_AGAIN = "Record it again"
 Event = dict[str, Any]
 
 
@@ -50,7 +53,7 @@ def write(trace: Trace, path: str | os.PathLike[str]) -> None:
     path = Path(path)
     data = _as_json(trace).encode()
     try:
-        _replace(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+        replace(path, gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
     except OSError as error:
         raise ConfigError(f"the trace cannot be written to {path}: {error.strerror or error}") from error
 
@@ -177,27 +180,6 @@ def _meet_ns(one: Span, other: Span, seats: Seats) -> tuple[int, int] | None:
     return (start_ns, length_ns) if length_ns >= _LEAST_ARROW_NS else None
 
 
-def _replace(path: Path, data: bytes) -> None:
-    """Makes ``data`` the content of a file: whoever looks sees what was there before, or all of it."""
-    handle, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
-    try:
-        with open(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
@@ -209,26 +191,73 @@ def _as_trace(found: Any, path: str | os.PathLike[str]) -> Trace:
         is_foreign = isinstance(found, list) or (isinstance(found, dict) and "traceEvents" in found)
         what = "a trace of another program; ui.perfetto.dev opens it" if is_foreign else "some other JSON"
         raise ConfigError(f"{path} is no trace of hp_sharding but {what}. {_HOW}")
+    if not _is_count(version):
+        raise ConfigError(f"{path} is a trace that has been changed or is damaged: its version is {version!r}. {_HOW}")
     if version != VERSION:
-        raise ConfigError(
-            f"{path} is a trace of version {version}; this release reads version {VERSION}: use a newer one"
-        )
+        older = "an older release wrote" if version < VERSION else "a newer release wrote; use that one"
+        raise ConfigError(f"{path} is a trace of version {version}, which {older}. This one reads version {VERSION}")
     try:
-        slices = [event for event in found["traceEvents"] if event["ph"] == "X"]
+        every = _checked("traceEvents", found["traceEvents"], isinstance(found["traceEvents"], list), "a list")
+        slices = [event for event in every if event["ph"] == "X"]
         steps = [_as_step(event) for event in slices if event["cat"] == STEPS]
         spans = [_as_span(event) for event in slices if event["cat"] != STEPS]
-        return Trace(spans, steps, dict(other["about"]))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        text = f"{path} is a trace that has been changed or is damaged: {type(error).__name__}: {error}"
-        raise ConfigError(f"{text}. Record it again") from error
+        about = _checked("about", other["about"], isinstance(other["about"], dict), "an object")
+    except KeyError as error:
+        raise ConfigError(f"{path} is a trace that has been changed or is damaged: no {error}. {_AGAIN}") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path} is a trace that has been changed or is damaged: {error}. {_AGAIN}") from error
+    return Trace(spans, steps, about)
 
 
 def _as_step(event: Event) -> Step:
     args = event["args"]
-    return Step(event["pid"] - process_of(0), args["number"], args["start_s"], args["end_s"], dict(args["figures"]))
+    number = _checked("number", args["number"], _is_count(args["number"]), "a whole number")
+    figures = args["figures"]
+    if not isinstance(figures, dict) or not all(map(_is_number, figures.values())):
+        raise ValueError(f"'figures' of step {number} are {figures!r}, not an object of finite numbers")
+    return Step(_rank_of(event), number, *_times_of(event), dict(figures))
 
 
 def _as_span(event: Event) -> Span:
-    args = event["args"]
-    times = (args["start_s"], args["end_s"])
-    return Span(event["pid"] - process_of(0), event["cat"], args["label"], *times, args.get("bytes", 0), args["layer"])
+    args, lane = event["args"], event["cat"]
+    _checked("cat", lane, lane in LANES, f"one of {', '.join((STEPS, *LANES))}")
+    label, layer = (_checked(key, args[key], isinstance(args[key], str), "a text") for key in ("label", "layer"))
+    nbytes = args.get("bytes", 0)
+    return Span(
+        _rank_of(event), lane, label, *_times_of(event), _checked("bytes", nbytes, _is_count(nbytes), "bytes"), layer
+    )
+
+
+def _rank_of(event: Event) -> int:
+    pid = event["pid"]
+    rank = pid - process_of(0) if _is_count(pid) else -1
+    _checked("pid", pid, 0 <= rank <= _MOST_RANK, "that of a rank")
+    return rank
+
+
+def _times_of(event: Event) -> tuple[float, float]:
+    """Beginning and end in seconds."""
+    start_s, end_s = (
+        _checked(key, event["args"][key], _is_number(event["args"][key]), "a finite number of seconds")
+        for key in ("start_s", "end_s")
+    )
+    _checked("end_s", end_s, end_s >= start_s, f"at or after its beginning {start_s!r}")
+    return start_s, end_s
+
+
+def _checked(key: str, value: Any, is_right: bool, expected: str) -> Any:
+    """``value``; raises ValueError, which says what was expected, unless it is right."""
+    if not is_right:
+        raise ValueError(f"'{key}' is {value!r}, not {expected}")
+    return value
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    """Finite, and as seconds no longer than the file can say in nanoseconds."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return math.isfinite(value) if isinstance(value, float) else abs(value) < 2**63

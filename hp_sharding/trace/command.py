@@ -44,21 +44,33 @@ Examples:
 """
 
 
-class _Steps(click.ParamType[list[int]]):
+_MOST_DIGITS = 15
+"""Of the number of a step."""
+
+
+class _Steps(click.ParamType[list[range]]):
     """``3``, ``5-7``, ``1,3,5-7``."""
 
     name = "steps"
 
-    def convert(self, value: str | list[int], param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+    def convert(
+        self, value: str | list[range], param: click.Parameter | None, ctx: click.Context | None
+    ) -> list[range]:
         if isinstance(value, list):
             return value
-        found: list[int] = []
+        found: list[range] = []
         for part in value.split(","):
             first, dash, last = part.strip().partition("-")
-            if not first.isdigit() or (dash and not last.isdigit()):
+            if not _is_step(first) or (dash and not _is_step(last)):
                 self.fail(f"'{value}' is not like 3, 5-7 or 1,3,5-7", param, ctx)
-            found += range(int(first), int(last or first) + 1)
+            found.append(range(int(first), int(last or first) + 1))
+            if not found[-1]:
+                self.fail(f"'{part.strip()}' ends before it begins", param, ctx)
         return found
+
+
+def _is_step(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS
 
 
 _EXAMPLES = """\b
@@ -80,7 +92,7 @@ def trace() -> None:
     "--picture", metavar="PNG", type=click.Path(dir_okay=False, path_type=Path), help="Draw them into this file, too."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
-def show(path: Path, steps: list[int] | None, picture: Path | None, as_json: bool) -> None:
+def show(path: Path, steps: list[range] | None, picture: Path | None, as_json: bool) -> None:
     """Shows where the time of the steps in FILE went."""
     with _errors():
         recorded = chrome.read(path)
@@ -94,7 +106,7 @@ def show(path: Path, steps: list[int] | None, picture: Path | None, as_json: boo
         if picture is not None:
             from .picture import draw
 
-            draw(recorded, picture, steps=steps)
+            draw(recorded, picture, steps=None if steps is None else found.numbers())
             click.echo(f"wrote {picture}", err=as_json)
 
 
@@ -128,10 +140,11 @@ def _errors() -> Iterator[None]:
         raise click.UsageError(str(error)) from error
 
 
-def _selected(found: Trace, steps: list[int] | None) -> Trace:
+def _selected(found: Trace, steps: list[range] | None) -> Trace:
     if steps is None:
         return found
-    selected = only_steps(found, steps)
-    if not selected.steps:
-        raise ConfigError(f"the trace has steps {found.numbers()}, none of {steps}")
-    return selected
+    numbers = [number for number in found.numbers() if any(number in some for some in steps)]
+    if not numbers:
+        said = ", ".join(f"{some[0]}" if len(some) == 1 else f"{some[0]}-{some[-1]}" for some in steps)
+        raise ConfigError(f"the trace has steps {found.numbers()}, none of [{said}]")
+    return only_steps(found, numbers)

@@ -133,7 +133,8 @@ def _times(trace: Trace) -> Times:
         parts: dict[tuple[str, str], list[Span]] = defaultdict(list)
         for span in spans:
             kind = span.label if span.lane == "compute" else span.lane
-            parts[kind, span.layer or span.label].append(span)
+            name = span.layer if span.lane == "compute" else span.layer or span.label
+            parts[kind, name].append(span)
         for key, some in parts.items():
             totals[key] += sum(end_s - start_s for start_s, end_s in union(some)) * 1e3
     return {key: total / len(trace.steps) for key, total in totals.items()}

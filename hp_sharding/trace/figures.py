@@ -6,7 +6,8 @@ What they mean, here and in ``optimizer.timeline.summary()``:
   ends, all of it;
 * a lane is *busy* in the union of its spans: two that overlap count once;
 * *exposed* is the union of the waits, compute what is left of the step without it;
-* *overlap* is the part of the busy time of gathers, reductions and replication that is not exposed;
+* *communication* is busy in the union of the spans of gathers, reductions and replication, and *hidden* where, within
+  that, there is no wait of the same step, whatever for; *overlap* is the hidden part of it;
 * *bandwidth* is what a rank sends, in 10**9 bytes a second of busy time: of an all-gather or a reduce-scatter over n
   ranks (n-1)/n of the message, of an all-reduce twice that.
 """
@@ -61,9 +62,10 @@ def step_figures(spans: Iterable[Span], step: Step, groups: Groups | None = None
         groups: for the bandwidths.
 
     Returns:
-        ``rank``, ``step``, ``step_ms``, ``compute_ms``, ``exposed_ms``, ``overlap_percent``; of each of ``BUSY_LANES``
-        ``<lane>_ms``, ``<lane>_bytes`` and ``<lane>_gb_s``; ``phases_ms`` (by label of compute, waits taken out);
-        ``exposed_ms_by_layer``; and the step's own ``figures``.
+        ``rank``, ``step``, ``step_ms``, ``compute_ms``, ``exposed_ms``, ``busy_ms`` (of communication), ``hidden_ms``
+        (what of that is), ``overlap_percent``; of each of ``BUSY_LANES`` ``<lane>_ms``, ``<lane>_bytes`` and
+        ``<lane>_gb_s``; ``phases_ms`` (by label of compute, waits taken out); ``exposed_ms_by_layer``; and the step's
+        own ``figures``.
     """
     by_lane: dict[str, list[Span]] = {lane: [] for lane in LANES}
     for span in spans:
@@ -75,6 +77,8 @@ def step_figures(spans: Iterable[Span], step: Step, groups: Groups | None = None
     for lane in BUSY_LANES:
         found |= _of_lane(lane, by_lane[lane], groups or Groups())
     found["exposed_ms"] = exposed_ms
+    carried = union(span for lane in COLLECTIVES for span in by_lane[lane])
+    found["busy_ms"], found["hidden_ms"] = _length_ms(carried), _without_ms(carried, waits)
     found["overlap_percent"] = overlap_percent(found)
     found["phases_ms"] = _phases_ms(by_lane["compute"], waits)
     found["exposed_ms_by_layer"] = _by_layer_ms(by_lane["wait"])
@@ -174,9 +178,9 @@ def only_steps(trace: Trace, numbers: Iterable[int]) -> Trace:
 
 
 def overlap_percent(figures: Mapping[str, Any]) -> float:
-    """The part of the lanes' busy time in which nothing waited for them; 100 where they had nothing to do."""
-    busy_ms = sum(figures[f"{lane}_ms"] for lane in COLLECTIVES)
-    return 100 * (1 - min(figures["exposed_ms"] / busy_ms, 1.0)) if busy_ms else 100.0
+    """The hidden part of communication; 100 where there was none."""
+    busy_ms = figures.get("busy_ms", 0.0)
+    return 100 * min(max(figures["hidden_ms"] / busy_ms, 0.0), 1.0) if busy_ms else 100.0
 
 
 def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
@@ -253,5 +257,5 @@ def _without_ms(intervals: list[tuple[float, float]], others: list[tuple[float, 
 
 _SCALARS = (
     "step_ms", "compute_ms", *(f"{lane}_{what}" for lane in BUSY_LANES for what in ("ms", "bytes", "gb_s")),
-    "exposed_ms", "overlap_percent",
+    "exposed_ms", "busy_ms", "hidden_ms", "overlap_percent",
 )  # fmt: skip

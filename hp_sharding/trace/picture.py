@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from .headline import headline
 from .scene import Panel, Scene, lay_out
 from .seats import rows
 from .spans import Span, Trace
+from .writing import replace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,15 +42,16 @@ def draw(trace: Trace, path: str | os.PathLike[str], *, steps: Sequence[int] | N
 
     Args:
         trace: with at least one step.
-        path: of the file, which is replaced if it is there.
+        path: of the file, which is replaced if it is there, once all of the picture is.
         steps: numbers of the steps to draw; None for all, or for the first ``MOST_STEPS`` of more.
 
     Raises:
         ConfigError: matplotlib is missing, there is nothing to draw, or the file cannot be written.
     """
-    figure = painted(trace, steps)
+    image = io.BytesIO()
+    painted(trace, steps).savefig(image, format="png")
     try:
-        figure.savefig(Path(path), format="png")
+        replace(Path(path), image.getvalue())
     except OSError as error:
         raise ConfigError(f"the picture cannot be written to {path}: {error.strerror or error}") from error
 

@@ -76,7 +76,8 @@ class Trace:
         steps: likewise. Ranks may have different ones, where one began or ended later.
         about: the run, as JSON has it: ``versions``, ``device``, ``date``, ``nranks`` (all of them), ``replicas``,
             ``config``, ``clock`` (how the ranks' clocks were merged, and ``uncertainty_s``), ``buckets`` (a list of
-            ``name``, ``layer``, ``nbytes``), ``model`` (its class), ``hosts`` (a name for each rank), ``simulated``.
+            ``name``, ``layer``, ``nbytes``: as they were laid out at the end), ``model`` (its class), ``hosts`` (a name
+            for each rank), ``simulated``.
             Any of them may be missing.
     """
 

@@ -19,7 +19,7 @@ _WIDTH = 110
 _MOST_STEPS = 20
 _MOST_LAYERS = 10
 _MOST_CHANGES = 25
-MB = 1 << 20
+MIB = 1 << 20
 
 
 def table(figures: Figures) -> str:
@@ -111,9 +111,9 @@ def _rank_table(summary: Figures) -> Table:
 
 
 def _print_run(console: Console, found: Figures) -> None:
-    lanes = _table("lane", "busy ms a step", "MB a step", "GB/s a rank sends", title="Lanes")
+    lanes = _table("lane", "busy ms a step", "MiB a step", "GB/s a rank sends", title="Lanes, medians over steps")
     for lane in _lanes(found):
-        lanes.add_row(lane, _number(found[f"{lane}_ms"]), _mb(found[f"{lane}_bytes"]), f"{found[f'{lane}_gb_s']:.3g}")
+        lanes.add_row(lane, _number(found[f"{lane}_ms"]), _mib(found[f"{lane}_bytes"]), f"{found[f'{lane}_gb_s']:.3g}")
     console.print(lanes)
     _print_times(console, "Compute", "phase", found["phases_ms"])
     _print_times(console, "Exposed", "waited for", dict(list(found["exposed_ms_by_layer"].items())[:_MOST_LAYERS]))
@@ -122,7 +122,7 @@ def _print_run(console: Console, found: Figures) -> None:
 
 def _print_times(console: Console, title: str, column: str, times: Mapping[str, float]) -> None:
     if times:
-        made = _table(column, "ms a step", title=title)
+        made = _table(column, "mean ms a step", title=title)
         for name, ms in times.items():
             made.add_row(Text(name), _number(ms))
         console.print(made)
@@ -132,11 +132,12 @@ def _said(found: Figures) -> str:
     """The figures that count, in a line or two."""
     text = (
         f"step {_number(found['step_ms'])} ms, of which compute {_number(found['compute_ms'])}; exposed "
-        f"{_number(found['exposed_ms'])}; overlap {found['overlap_percent']:.0f} %"
+        f"{_number(found['exposed_ms'])}; of {_number(found['busy_ms'])} ms of communication "
+        f"{_number(found['hidden_ms'])} hidden, overlap {found['overlap_percent']:.0f} %"
     )
     peak, formula = found.get("peak_bytes"), found.get("formula_bytes")
     if peak and formula:
-        text += f"\nmodel state {_mb(peak)} MB at its peak, {100 * peak / formula - 100:+.1f} % beside the formula"
+        text += f"\nmodel state {_mib(peak)} MiB at its peak, {100 * peak / formula - 100:+.1f} % beside the formula"
     return text
 
 
@@ -157,5 +158,5 @@ def _lanes(found: Figures) -> list[str]:
     return [lane for lane in BUSY_LANES if found[f"{lane}_ms"] or lane in ("gather", "reduce")]
 
 
-def _mb(nbytes: Any) -> str:
-    return _number(nbytes / MB)
+def _mib(nbytes: Any) -> str:
+    return _number(nbytes / MIB)

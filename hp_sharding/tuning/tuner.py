@@ -11,11 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..assembly import Foundation, control_lanes
+from ..comm import Communicator, current_device
 from ..config import AUTO, START_MB, ShardingConfig
 from ..facts import largest
 from ..layout import model_state_bytes
 from ..optimizer import ShardedOptimizer
 from ..relayout import can_relayout, relayout
+from ..timeline.meeting import Way
 from .search import Measured, Search
 
 LOG = logging.getLogger("hp_sharding")
@@ -72,11 +74,20 @@ class _Times(NamedTuple):
 def begin(foundation: Foundation, asked: ShardingConfig) -> ShardingConfig:
     """The settings to begin with: numbers in the place of ``"auto"``, within the budget."""
     begun = asked.begun()
-    if asked.comm_buffer_size_MB != AUTO:
-        return begun
-    start_mb = float(begun.comm_buffer_size_MB)
-    sizes = _sizes(foundation, begun, _budget_bytes(foundation, asked))
-    return dataclasses.replace(begun, comm_buffer_size_MB=max((mb for mb in sizes if mb <= start_mb), default=sizes[0]))
+    budget_bytes = _budget_bytes(foundation, asked)
+    if asked.comm_buffer_size_MB == AUTO:
+        start_mb = float(begun.comm_buffer_size_MB)
+        fitting = _fitting(foundation, begun, budget_bytes) or [START_MB * min(FACTORS)]
+        size_mb = max((mb for mb in fitting if mb <= start_mb), default=fitting[0])
+        begun = dataclasses.replace(begun, comm_buffer_size_MB=size_mb)
+    (taken_bytes,) = _taken_bytes(foundation, [begun])
+    if taken_bytes > budget_bytes and _is_first(foundation.lanes):
+        LOG.warning(
+            "tuning_budget_MB=%g: nothing that can be chosen takes so little. What takes the least, "
+            "comm_buffer_size_MB=%g, is in force, and takes %.2f MB",
+            budget_bytes / MB, begun.comm_buffer_size_MB, taken_bytes / MB,
+        )  # fmt: skip
+    return begun
 
 
 class Tuner:
@@ -108,6 +119,8 @@ class Tuner:
         self._n_steps = 0
         self._n_put_off = 0
         self._is_paused = False
+        self._hears_of_clears = False
+        self._rests = False
         self._due = FIRST_STEPS + COUNTED_STEPS
         self._last_s = time.perf_counter()
         foundation.timeline.enabled = True
@@ -116,7 +129,7 @@ class Tuner:
 
     def end_step(self) -> None:
         """A step has been made."""
-        if self.is_over:
+        if self.is_over or self._rests:
             return
         now_s = time.perf_counter()
         recorded = self._foundation.timeline.steps
@@ -124,13 +137,20 @@ class Tuner:
         del self._times[:-COUNTED_STEPS]
         self._last_s = now_s
         self._n_steps += 1
+        if not self._hears_of_clears and self._n_steps == self._due + MAX_PUT_OFF:
+            self._rest()
 
     def end_clear(self, *, awaits_backward: bool) -> None:
         """Gradients have been cleared. Collective once enough steps have been made.
 
         What a forward has kept for its backward may be of parameters as they lie now; so they stay for as long.
         """
-        if self.is_over or self._is_paused or self._n_steps < self._due:
+        if self.is_over or self._is_paused:
+            return
+        self._hears_of_clears = True
+        if self._rests:
+            self._wake()
+        if self._n_steps < self._due:
             return
         steps = self._agree(can_change=not awaits_backward and can_relayout(self._wrapped))
         if steps is None:
@@ -158,16 +178,28 @@ class Tuner:
         """Puts in force what ``kept`` gave, here or in another run, and measures nothing more.
 
         Not where it was chosen for another number of ranks or another stage, where something is missing, or where
-        something was chosen here already. Collective, between ``clear_grad()`` and the next forward.
+        something was chosen here already, nor where it takes more than the budget. Collective, between
+        ``clear_grad()`` and the next forward.
         """
         asked = [key for key in TUNED if getattr(self.asked, key) == AUTO]
         fits = all(kept.get(key) == value for key, value in self._ranks().items())
-        if self.is_over or not fits or any(kept.get(key) is None for key in asked):
+        if self.is_over or not fits or any(key not in kept for key in asked):
             return
-        if "comm_buffer_size_MB" in asked:
-            self._put_size(float(kept["comm_buffer_size_MB"]))
-        if "prefetch_depth" in asked:
-            self._put_depth(int(kept["prefetch_depth"]))
+        # None is what was left alone, where nothing is gathered ahead of use.
+        chosen = {key: kept[key] for key in asked if kept[key] is not None}
+        config = dataclasses.replace(self._wrapped.config, **chosen)
+        taken_bytes, *_ = _taken_bytes(self._foundation, [config])
+        if taken_bytes > self._budget_bytes:
+            if self._speaks:
+                LOG.warning(
+                    "what a checkpoint has of tuning, %s, takes %.1f MB, more than tuning_budget_MB=%g: it is chosen "
+                    "afresh", chosen, taken_bytes / MB, self._budget_bytes / MB,
+                )  # fmt: skip
+            return
+        if "comm_buffer_size_MB" in chosen:
+            self._put_size(float(chosen["comm_buffer_size_MB"]))
+        if "prefetch_depth" in chosen:
+            self._put_depth(int(chosen["prefetch_depth"]))
         self._open, self._knob = [], None
         self._finish()
 
@@ -179,6 +211,7 @@ class Tuner:
             "stage": self.asked.stage,
             "shard_ranks": lanes["gather"].nranks,
             "replicas": self._foundation.n_replicas,
+            "tensor_ranks": lanes["tensor"].nranks if "tensor" in lanes else 1,
         }
 
     @property
@@ -197,19 +230,35 @@ class Tuner:
                 "optimizer.step()"
             )
 
+    def _rest(self) -> None:
+        """Nobody clears gradients where that is heard of: steps cost no more than others until somebody does."""
+        self._rests = True
+        self._stop_timeline()
+        if self._speaks:
+            LOG.warning(
+                "nothing can be tuned: optimizer.clear_grad() has not been called for %d steps. Buckets change in it, "
+                "so call it right after optimizer.step(), on every rank, in place of model.clear_gradients()",
+                self._n_steps,
+            )
+
+    def _wake(self) -> None:
+        self._rests = False
+        self._foundation.timeline.enabled = True
+        self._n_steps, self._due = 0, FIRST_STEPS + COUNTED_STEPS
+        self._last_s = time.perf_counter()
+
     @property
     def _speaks(self) -> bool:
         """Whether this is the rank that logs."""
-        return self._wrapped._reducer.lanes.is_first and self._wrapped._updates.sums.is_first_of_tensor
+        return _is_first(self._foundation.lanes)
 
     def _agree(self, *, can_change: bool) -> Measured | None:
         """The last steps, each as the slowest rank saw it; None while on some rank nothing can be changed."""
         numbers = [float(not can_change)]
         numbers += [number for times in zip(*self._times, strict=True) for number in times]
-        lanes = control_lanes(self._foundation.lanes)
-        if "tensor" in self._foundation.lanes:
-            lanes = [*lanes, self._foundation.lanes["tensor"]]
-        busy, *agreed = largest(numbers, lanes, label=f"measured steps, {self._n_steps} after the last change")
+        lanes = self._foundation.lanes
+        ways = [*map(Way, control_lanes(lanes)), *_tensor_ways(lanes)]
+        busy, *agreed = largest(numbers, ways, label=f"measured steps, {self._n_steps} after the last change")
         return None if busy else Measured(agreed[:COUNTED_STEPS], agreed[COUNTED_STEPS:])
 
     def _go_on(self, steps: Measured) -> None:
@@ -257,6 +306,9 @@ class Tuner:
 
     def _finish(self) -> None:
         self.is_over = True
+        self._stop_timeline()
+
+    def _stop_timeline(self) -> None:
         if not self.asked.timeline:
             self._foundation.timeline.stop()
 
@@ -281,8 +333,14 @@ class Tuner:
                 sizes = _sizes(self._foundation, config, self._budget_bytes)
                 return _Knob(key, sizes, sizes.index(float(config.comm_buffer_size_MB)))
             if config.units_ahead:
-                taken = {depth: _taken_bytes(self._foundation, config, depth) for depth in DEPTHS}
-                depths = [depth for depth in DEPTHS if depth == DEPTHS[0] or taken[depth] <= self._budget_bytes]
+                taken = _taken_bytes(
+                    self._foundation, [dataclasses.replace(config, prefetch_depth=depth) for depth in DEPTHS]
+                )
+                depths = [
+                    depth
+                    for depth, taken_bytes in zip(DEPTHS, taken, strict=True)
+                    if depth == DEPTHS[0] or taken_bytes <= self._budget_bytes
+                ]
                 return _Knob(key, depths, 0)
             LOG.debug("%s: nothing is gathered ahead of use, so there is nothing to choose", key)
         return None
@@ -291,38 +349,70 @@ class Tuner:
 # -- candidates --------------------------------------------------------------------------------------------------------
 
 
-def _sizes(foundation: Foundation, config: ShardingConfig, budget_bytes: int) -> list[float]:
-    """Sizes in MB that give different buckets, within the budget; at least one. Always the one of ``config``."""
+def _sizes(foundation: Foundation, config: ShardingConfig, budget_bytes: float) -> list[float]:
+    """Sizes in MB that give different buckets, within the budget. Always the one of ``config``, which is in force."""
+    return sorted({*_fitting(foundation, config, budget_bytes), float(config.comm_buffer_size_MB)})
+
+
+def _fitting(foundation: Foundation, config: ShardingConfig, budget_bytes: float) -> list[float]:
+    """Sizes in MB that give different buckets, within the budget; of sizes that are alike the one of ``config``."""
     found: dict[Any, float] = {}
     own_mb = float(config.comm_buffer_size_MB)
     sizes = [START_MB * factor for factor in FACTORS]
-    for size_mb in sorted({*sizes, own_mb}, key=lambda size_mb: (size_mb != own_mb, size_mb)):
-        changed = dataclasses.replace(config, comm_buffer_size_MB=size_mb)
+    sizes = sorted({*sizes, own_mb}, key=lambda size_mb: (size_mb != own_mb, size_mb))
+    changed = [dataclasses.replace(config, comm_buffer_size_MB=size_mb) for size_mb in sizes]
+    for size_mb, of_size, taken_bytes in zip(sizes, changed, _taken_bytes(foundation, changed), strict=True):
         # Ranks that hold other parts of split parameters may find others alike.
-        slots = tuple(layout.slots for layout in foundation.plan(changed))
+        slots = tuple(layout.slots for layout in foundation.plan(of_size))
         key = size_mb if "tensor" in foundation.lanes else slots
-        if _taken_bytes(foundation, changed) <= budget_bytes:
+        if taken_bytes <= budget_bytes:
             found.setdefault(key, size_mb)
-    return sorted(found.values()) or [min(sizes)]
+    return sorted(found.values())
 
 
-def _budget_bytes(foundation: Foundation, asked: ShardingConfig) -> int:
+def _budget_bytes(foundation: Foundation, asked: ShardingConfig) -> float:
     if asked.tuning_budget_MB is not None:
-        return int(asked.tuning_budget_MB * MB)
+        return asked.tuning_budget_MB * MB
     begun = asked.begun()
     whole = model_state_bytes(
         foundation.plan(begun), begun.stage, keeps_full=not begun.reshards_after_step, moment_bytes=0
     )
-    return _taken_bytes(foundation, begun) + whole.total // 10
+    (budget_bytes,) = _over_tensor(foundation, [_own_taken_bytes(foundation, begun) + whole.total // 10])
+    return budget_bytes
 
 
-def _taken_bytes(foundation: Foundation, config: ShardingConfig, depth: int | None = None) -> int:
-    """What settings decide of a rank's memory: gradients in flight, and in stage 3 the gathered parameters."""
+def _taken_bytes(foundation: Foundation, configs: Sequence[ShardingConfig]) -> list[float]:
+    """What each of ``configs`` takes of what is chosen, on the rank that it takes most on."""
+    return _over_tensor(foundation, [_own_taken_bytes(foundation, config) for config in configs])
+
+
+def _own_taken_bytes(foundation: Foundation, config: ShardingConfig) -> int:
+    """What settings decide of this rank's memory: gradients in flight, and gathered parameters where units are freed.
+
+    Full gradients, as in stage 1, and parameters that are all gathered at a time are there whatever is chosen.
+    """
     state = model_state_bytes(
         foundation.plan(config),
         config.stage,
         keeps_full=not config.reshards_after_step,
         moment_bytes=0,
-        units_ahead=(config.units_ahead or 0) if depth is None else depth,
+        units_ahead=config.units_ahead or 0,
     )
-    return state.gradients + (state.parameters if config.stage == 3 else 0)
+    return (state.gradients if config.stage > 1 else 0) + (state.parameters if config.stage == 3 else 0)
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def _over_tensor(foundation: Foundation, numbers: Sequence[float]) -> list[float]:
+    """The largest of each over the ranks among which parameters are split, which hold other parts. Collective."""
+    ways = _tensor_ways(foundation.lanes)
+    return largest(numbers, ways, label="bytes of settings") if ways else list(numbers)
+
+
+def _tensor_ways(lanes: Mapping[str, Communicator]) -> list[Way]:
+    return [Way(lanes["tensor"], on_host=not current_device().has_streams)] if "tensor" in lanes else []
+
+
+def _is_first(lanes: Mapping[str, Communicator]) -> bool:
+    return all(lane.rank == 0 for lane in lanes.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import paddle
@@ -13,7 +14,8 @@ from paddle import nn
 from paddle.distributed.fleet import meta_parallel
 from paddle.utils import unique_name
 
-from hp_sharding import fleet, full_parameters
+from hp_sharding import facts, fleet, full_parameters
+from hp_sharding.tuning import tuner
 from tests.device.running import on_device
 from tests.reference import Ranks, Values, assert_close, values
 
@@ -104,6 +106,59 @@ def _split(rank: int, nranks: int, initial: Values) -> list[tuple[int, Values]]:
         with full_parameters(model):
             found.append((part, values(model)))
     return found
+
+
+SIZES_MB = (0.00025, 0.001, 0.004)
+TUNED_STEPS = 8
+
+
+def _tune(rank: int, nranks: int, degrees: dict[str, int]) -> tuple[list[list[float]], int]:
+    """The losses with sizes that are set and with those that are tuned, and how many of these there were."""
+    paddle._C_ops.c_identity = _copy
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = degrees
+    fleet.init(is_collective=True, strategy=strategy)
+    initial: Values = {}
+    found, counts = [], set()
+    quickly: dict[str, Any] = {
+        "FIRST_STEPS": 1,
+        "SKIPPED_STEPS": 0,
+        "COUNTED_STEPS": 1,
+        "START_MB": 1.0,
+        "FACTORS": SIZES_MB,
+    }
+    for size_mb in (SIZES_MB[1], "auto"):
+        strategy.hp_sharding_configs = {**OVERLAP, "stage": 2, "comm_buffer_size_MB": size_mb}
+        model = _Net(split="mp_degree" in degrees)
+        initial = initial or values(model)
+        model.set_state_dict({name: paddle.to_tensor(value) for name, value in initial.items()})
+        with mock.patch.multiple(tuner, **quickly), mock.patch.object(tuner, "largest", _largest):
+            model = fleet.distributed_model(model)
+            optimizer = fleet.distributed_optimizer(_optimizer(model), strategy=strategy)
+            losses = []
+            for step in range(TUNED_STEPS):
+                loss = _loss(model, step, 0 if "mp_degree" in degrees else rank)
+                loss.backward()
+                optimizer.step()
+                optimizer.clear_grad()
+                losses.append(float(loss))
+                counts.add(len(optimizer.buffers))
+        found.append(losses)
+    return found, len(counts)
+
+
+def _largest(numbers: list[float], ways: Any, *, label: str) -> list[float]:
+    """Steps of a device that stands in for another have nothing to tell: all are alike here, and waited for."""
+    times = [100.0, 30.0] if label.startswith("measured") else numbers[1:]
+    return facts.largest([numbers[0], *times], ways, label=label)
+
+
+@pytest.mark.parametrize("degrees", [{"sharding_degree": 2}, {"mp_degree": 2, "sharding_degree": 1}], ids=str)
+def test_sizes_are_tuned(degrees: dict[str, int]) -> None:
+    """All ranks agree on what they have measured, tensor-parallel ones on a lane of the device."""
+    for (still, tuned), n_counts in on_device(_tune, 2, degrees):
+        assert n_counts > 1
+        np.testing.assert_allclose(tuned, still, rtol=1e-5)
 
 
 def test_fleets_parallel_layers_train_as_whole_ones() -> None:

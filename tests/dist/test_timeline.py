@@ -225,6 +225,39 @@ def test_blocks_that_fail_leave_the_ranks_together(tmp_path: Path) -> None:
     assert sorted((found["rank"], found["step"]) for found in lines) == expected
 
 
+def _alone(rank: int, nranks: int, folder: str) -> list[str]:
+    """What ranks do not all say alike; the numbers of the steps show that none is behind."""
+    model, optimizer = _wrap(rank, nranks, stage=2, timeout_s=20)
+    line = optimizer.timeline
+    number = iter(range(20))
+    with line.record(steps=1, path=f"{folder}/first.json" if rank == 0 else None):
+        _step(model, optimizer, next(number), rank)
+    messages = []
+    for steps, path in ((1 + rank, None), (None if rank else 1, None), (1, f"{folder}/second.json" if rank else None)):
+        with pytest.raises(ConfigError) as raised, line.record(steps=steps, path=path):
+            _step(model, optimizer, next(number), rank)
+        messages.append(str(raised.value))
+    assert not line.enabled
+    with pytest.raises(ConfigError) as raised, line.record(steps=1, path=f"{folder}/a\0b"):
+        _step(model, optimizer, next(number), rank)
+    messages.append(str(raised.value))
+    with line.record(steps=1, path=f"{folder}/last.json"):
+        _step(model, optimizer, next(number), rank)
+    return messages
+
+
+def test_ranks_that_ask_for_different_recordings_all_hear_of_it(tmp_path: Path) -> None:
+    for rank, messages in enumerate(harness.run(_alone, 2, str(tmp_path))):
+        steps, until_the_end, path, unwritten = messages
+        assert steps.startswith(f"rank {rank}: record(steps=...) differs: rank 0 1, rank 1 2.")
+        assert "rank 0 1, rank 1 None." in until_the_end
+        assert "only ranks [1] have a path, but it is rank 0 that writes" in path
+        assert "the first rank could not write" in unwritten
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first.json", "last.json"]
+    assert chrome.read(tmp_path / "first.json").numbers() == [1]
+    assert chrome.read(tmp_path / "last.json").numbers() == [3]
+
+
 def _always(rank: int, nranks: int) -> tuple[Trace | None, dict[str, Any]]:
     model, optimizer = _wrap(rank, nranks, stage=2, timeline=True)
     for number in range(3):

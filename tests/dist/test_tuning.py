@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +16,10 @@ import paddle
 import pytest
 from paddle import nn
 from paddle.base import core
+from paddle.utils import unique_name
 
 import hp_sharding
-from hp_sharding import StateError, facts, fleet, full_parameters
+from hp_sharding import CommError, StateError, facts, fleet, full_parameters
 from hp_sharding.relayout import relayout
 from hp_sharding.tuning import tuner
 from tests import harness, reference
@@ -239,6 +241,75 @@ def _keeps_more(rank: int, nranks: int) -> str:
 def test_optimizers_that_differ_are_left_as_they_are() -> None:
     messages = harness.run(_keeps_more, 2)
     assert [message.partition(":")[0] for message in messages] == ["rank 0", "rank 1"]
+
+
+def _fails_on_one(rank: int, nranks: int) -> str:
+    """Rank 1 is interrupted in the middle of a move."""
+    model = make_model("mlp")
+    model, optimizer, _ = wrap(model, make_optimizer("AdamW", model), nranks, **AUTO)
+    tuning = optimizer.tuning
+    assert isinstance(tuning, tuner.Tuner)
+    config = dataclasses.replace(optimizer.config, comm_buffer_size_MB=SMALL_MB)
+    interrupted = mock.patch("hp_sharding.relayout._fill_buckets", side_effect=KeyboardInterrupt("by hand"))
+    if rank:
+        with interrupted, pytest.raises(KeyboardInterrupt):
+            relayout(optimizer, tuning._foundation, config)
+    began_s = time.perf_counter()
+    try:
+        if not rank:
+            relayout(optimizer, tuning._foundation, config)
+        for step in range(3):
+            optimizer.clear_grad()
+            loss_of(model, make_batch("mlp", step, rank)).backward()
+            optimizer.step()
+    except (StateError, CommError) as error:
+        assert time.perf_counter() - began_s < 20
+        return str(error)
+    raise AssertionError("went on")
+
+
+def test_no_rank_waits_for_one_that_has_half_moved() -> None:
+    for outcome in harness.run(_fails_on_one, 2, fresh=True):
+        assert not outcome.error, outcome.error
+        assert "rank 1: buckets could not be laid out anew (KeyboardInterrupt: by hand)" in outcome.result
+
+
+def _loads_masters(rank: int, nranks: int, moves: bool) -> tuple[list[float], Values]:
+    """Of layers so small that rank 1 has no part of them, which thawed when the state was saved and are frozen here."""
+    settings = {"stage": 2, **BOTH, "reshard_after_step": True, "comm_buffer_size_MB": "auto"}
+    with unique_name.guard(), _quickly(START_MB=1e-6, FACTORS=(1.0,)):
+        saved = Run("odd, bfloat16", rank, nranks, settings)
+    _thaw(saved)
+    saved.train(range(2))
+    params, state = saved.values(), saved.optimizer.state_dict()
+    with unique_name.guard(), _quickly(START_MB=1e-6, FACTORS=(1.0,)):
+        run = Run("odd, bfloat16", rank, nranks, settings)
+    optimizer = run.optimizer
+    with full_parameters(run.model):
+        run.model.set_state_dict({name: paddle.to_tensor(value) for name, value in params.items()})
+    optimizer.set_state_dict(state)
+    frozen = {id(param) for param in run.model.frozen.parameters()}
+    held = [buffer for buffer in optimizer.buffers if any(id(param) in frozen for param in buffer.params)]
+    assert len([piece for buffer in held for piece in buffer.slices]) == (0 if rank else len(frozen))
+    optimizer.tuning.is_over = True
+    if moves:
+        config = dataclasses.replace(optimizer.config, comm_buffer_size_MB=25)
+        relayout(optimizer, optimizer.tuning._foundation, config)
+    _thaw(run)
+    return run.train(range(2, 5)), run.values()
+
+
+def _thaw(run: Run) -> None:
+    for param in run.model.frozen.parameters():
+        param.stop_gradient = False
+
+
+def test_masters_of_what_is_frozen_on_ranks_that_have_no_part_of_it() -> None:
+    for (losses, params), (expected, still) in zip(
+        harness.run(_loads_masters, 2, True), harness.run(_loads_masters, 2, False), strict=True
+    ):
+        assert losses == expected
+        assert_equal(params, still)
 
 
 def _views(rank: int, nranks: int) -> bool:

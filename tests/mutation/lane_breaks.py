@@ -224,7 +224,7 @@ ORDERS = [
     Break(
         "comm/local.py",
         "whether a copy is done is not asked of what it follows",
-        "        if self.end_s is None and all(work.done() for work in ahead):",
+        "        if all(work.done() for work in ahead):",
         "        if self.end_s is None:",
         (_CONTRACT_OF_1,),
     ),

@@ -6,13 +6,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks import gpt, link_speed, links
-from benchmarks.peers import environment, weights
+from benchmarks.contenders import CONTENDERS
+from benchmarks.peers import contenders, environment, weights
 from benchmarks.shape import Shape, draw_codes
 from tests.harness import REPO_ROOT
 
@@ -93,11 +95,11 @@ def test_the_weights_that_are_written_are_those_that_paddle_starts_with(
 _TORCH_LOSSES = """
 import json, sys, torch
 from pathlib import Path
-from benchmarks.peers.torch_training import build
+from benchmarks.peers.torch_training import Settings, build
 from benchmarks.peers.torch_model import Batches
 from benchmarks.shape import Shape
 shape = Shape(**json.loads(sys.argv[2]))
-trainee, batches = build("alone", shape, Path(sys.argv[1])), Batches(shape, 1)
+trainee, batches = build("alone", shape, Path(sys.argv[1]), Settings(25, 2)), Batches(shape, 1)
 for _ in range(6):
     loss = trainee.forward(*batches.draw())
     loss.backward()
@@ -107,14 +109,72 @@ for _ in range(6):
 """
 
 
-def test_pytorch_comes_to_the_same_losses(tmp_path: Path) -> None:
+def _need_pytorch() -> None:
     if not environment.is_made():
         pytest.skip("no environment with PyTorch; python -m benchmarks.peers.environment makes it")
+
+
+def _weights(shape: Shape, file: Path) -> None:
+    np.savez(file, **{name: value.numpy() for name, value in gpt.build_model(shape).state_dict().items()})
+
+
+_KEPT_AFTER_FORWARD = """
+import json, os, sys
+from pathlib import Path
+from torch.distributed.tensor import DTensor
+from benchmarks.peers.torch_model import Batches
+from benchmarks.peers.torch_training import Settings, build
+from benchmarks.shape import Shape
+os.environ.update(PADDLE_MASTER=f"127.0.0.1:{sys.argv[3]}", PADDLE_TRAINER_ID="0", PADDLE_TRAINERS_NUM="1")
+shape = Shape(**json.loads(sys.argv[2]))
+model = build(sys.argv[4], shape, Path(sys.argv[1]), Settings(25, 2)).forward
+model(*Batches(shape, 0).draw())
+kept = {name: not isinstance(parameter, DTensor) for name, parameter in model.named_parameters()}
+print(json.dumps([kept["tokens.weight"], kept["blocks.0.up.weight"]]))
+"""
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("fsdp", [True, False]), ("fsdp_keep", [True, True])])
+def test_fsdp2_reshards_blocks_and_keeps_the_root(tmp_path: Path, kind: str, kept: list[bool]) -> None:
+    _need_pytorch()
+    file = tmp_path / "weights.npz"
+    _weights(Shape(**_TINY), file)
+    arguments = [str(file), json.dumps(_TINY), str(links._free_port_range(1)), kind]
+    command = [str(environment.interpreter()), "-W", "ignore", "-c", _KEPT_AFTER_FORWARD, *arguments]
+    found = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=True, timeout=120)
+    assert json.loads(found.stdout.splitlines()[-1]) == kept
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("torch_ddp", {"bucket_mb": 13, "prefetched": 3}),
+        ("torch_ddp_4mb", {"bucket_mb": 4, "prefetched": 3}),
+        ("torch_fsdp_ahead4", {"bucket_mb": 13, "prefetched": 4}),
+        ("torch_fsdp_keep_waits", {"bucket_mb": 13, "prefetched": 0, "waits": True}),
+    ],
+)
+def test_variants_of_an_experiment_fix_their_settings_and_take_the_others_as_they_come(
+    monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, Any]
+) -> None:
+    training = SimpleNamespace(Settings=dict, build=lambda kind, shape, weights, settings: (kind, settings))
+    monkeypatch.setitem(sys.modules, "benchmarks.peers.torch_training", training)
+    monkeypatch.setattr("benchmarks.peers.torch_training", training, raising=False)
+    flags = {"weights": "weights.npz", "settings": {"bucket_mb": 13, "prefetched": 3}}
+    assert name in contenders.COMPARED
+    built: Any = CONTENDERS[name].build(Shape(**_TINY), flags)
+    kind, found = built
+    assert found == settings
+    assert name.startswith(f"torch_{kind}")
+
+
+def test_pytorch_comes_to_the_same_losses(tmp_path: Path) -> None:
+    _need_pytorch()
     shape, file = Shape(**_TINY), tmp_path / "weights.npz"
     model, batches = gpt.build_model(shape), gpt.Batches(shape, 1)
     np.savez(file, **{name: value.numpy() for name, value in model.state_dict().items()})
     command = [str(environment.interpreter()), "-c", _TORCH_LOSSES, str(file), json.dumps(_TINY)]
-    found = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=True, timeout=60)
+    found = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=True, timeout=120)
     optimizer, losses = gpt.build_optimizer(model), []
     for _ in range(6):
         loss = model(*batches.draw())

@@ -197,6 +197,27 @@ def test_what_is_written_to_parameters_is_kept_by_store_full() -> None:
     assert (params[1].numpy() == 7).all()
 
 
+class _Plan(BucketLayout):
+    """Of small storage that stands for more."""
+
+    @property
+    def shard_nbytes(self) -> int:
+        return 3 * self.shard_numel * self.itemsize
+
+
+def test_a_shard_takes_as_much_as_it_has() -> None:
+    params = _params()
+    place = BufferPlace(1, WaitingLane("gather", nranks=2, rank=1), PoisoningPool(), keeps_full=False)
+    buffer = FusedCommBuffer(_Plan(*_layout(params, 2)), params, place)
+    layout, full = buffer.layout, paddle.full([10 * buffer.layout.numel], 5.0)
+    buffer._full, around = full._slice(0, layout.numel), paddle.zeros([10 * layout.numel])
+    full[: layout.shard_numel], full[layout.shard_numel : layout.numel] = 6.0, 7.0
+    buffer.shard = around._slice(0, layout.shard_numel)
+    buffer.store_full()
+    assert (buffer.shard.numpy() == 7).all()
+    assert np.count_nonzero(around.numpy()) == layout.shard_numel
+
+
 @pytest.mark.parametrize("keeps_full", [False, True])
 def test_a_parameter_that_left_its_place_is_named(keeps_full: bool) -> None:
     params = _params()
@@ -276,6 +297,22 @@ def test_gradients_are_copied_in_and_added_up() -> None:
     slot = layout.slots[1]
     assert (storage.full.numpy()[slot.offset_numel : slot.end_numel] == 4).all()
     assert (storage.view(0).numpy() == np.ones([3, 5])).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 5), (4, 5)], ids=str)
+def test_a_gradient_of_another_size_is_refused(dtype: str, adds: bool, shape: tuple[int, ...]) -> None:
+    """What a hook returned: it would be read past its end, or each element be added everywhere."""
+    storage, params, _, _ = _storage(dtype)
+    storage.alloc()
+    if adds:
+        storage.put(0, paddle.ones([3, 5], dtype))
+    with pytest.raises(StateError, match=rf"'{params[0].name}'.*expected \[3, 5\].*hook"):
+        storage.put(0, paddle.ones(shape, dtype))
+    assert storage.filled[0] == adds
+    storage.put(0, paddle.ones([15], dtype))
+    assert (storage.view(0).numpy() == storage.view(0).numpy()[0, 0]).all()
 
 
 def test_padding_is_zero_and_missing_gradients_become_zero() -> None:

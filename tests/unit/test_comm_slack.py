@@ -44,8 +44,24 @@ def test_it_ends_with_an_error_too() -> None:
     assert _slack_ns() == before_ns
 
 
-def test_groups_of_paddles_are_made_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its Gloo threads wake up a hundred times a second each, for as long as the process lives."""
+def test_where_it_may_not_be_asked_for_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    class _Libc:
+        @staticmethod
+        def prctl(option: int, *_: Any) -> int:
+            asked.append(option)
+            return -1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: _Libc)
+    with slow_timers():
+        pass
+    assert asked == [_GET]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_gloo_groups_of_paddles_are_made_inside(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """Its Gloo threads wake up a hundred times a second each, for as long as the process lives. Others do not."""
     found: list[int] = []
 
     def make(*args: Any, **more: Any) -> None:
@@ -54,5 +70,5 @@ def test_groups_of_paddles_are_made_inside(monkeypatch: pytest.MonkeyPatch) -> N
     for module in (paddle.distributed.collective, paddle.distributed.parallel):
         monkeypatch.setattr(module, "_new_process_group_impl", make)
     with collision_free_groups():
-        paddle.distributed.collective._new_process_group_impl("gloo", None, 0, 1, "alone")
-    assert found == [round(SLACK_S * 1e9)]
+        paddle.distributed.collective._new_process_group_impl(backend, None, 0, 1, "alone")
+    assert found == [round(SLACK_S * 1e9) if backend == "gloo" else _slack_ns()]

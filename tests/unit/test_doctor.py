@@ -266,6 +266,16 @@ def test_one_size_gives_no_link() -> None:
     assert links.hardware({}) is None
 
 
+def test_what_compute_costs_transfers_that_are_too_short_is_not_told() -> None:
+    found = bandwidth.conclude([_timed("all_gather", 2, 0.2, 1.5)] * 2)
+    short, long = (_behind(launch=0.1, done=done, both=90.0) for done in (0.5, 5.0))
+    for asynchronous, expected in ((short, {}), (long, {"gather": pytest.approx(1.1)})):
+        hardware = links.hardware({"bandwidth": found, "asynchrony": asynchronous})
+        assert hardware is not None
+        assert hardware.wire_slowdown == expected
+        assert hardware.compute_slowdown == {"gather": pytest.approx(1.5)}
+
+
 def test_the_report_has_the_hardware_that_a_plan_takes(tmp_path: Path) -> None:
     rows = _timed("all_gather", 2, 0.2, 1.5) + _timed("reduce_scatter", 2, 0.3, 1.0) + _timed("all_reduce", 2, 1, 1)
     found = bandwidth.conclude([rows] * 2)

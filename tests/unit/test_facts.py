@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hp_sharding.errors import StateError
-from hp_sharding.facts import Agreement, Facts, publish
+from hp_sharding.facts import Agreement, Facts, largest, publish
+from hp_sharding.timeline.meeting import Way
 from tests.fakes import WaitingLane
 from tests.pipeline import Pipeline
 
@@ -17,6 +18,12 @@ def test_a_repeat_on_another_rank_is_reduced_here_too() -> None:
     pipe.reducer.settle()
     assert pipe.order() == [1, 0, 0]
     assert (pipe.sums(1), pipe.sums(0)) == ([1, 1], [2, 2])
+
+
+def test_the_largest_is_waited_for() -> None:
+    lanes = [WaitingLane("agree"), WaitingLane("gather")]
+    assert largest([3.0, -1.0, 0.5], [Way(lane) for lane in lanes], label="times") == [3.0, -1.0, 0.5]
+    assert [lane.labels("all_gather") for lane in lanes] == [["times"]] * 2
 
 
 def test_publish_gives_rank_0s_orders() -> None:

@@ -302,3 +302,25 @@ def test_what_was_edited_is_added_to_once_though_a_gradient_comes_in_twice(stage
         ends.append(_final(model))
     for found, expected in zip(*ends, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+
+
+@STAGES
+def test_a_hook_that_returns_no_gradient_of_its_parameter_is_refused(stage: int) -> None:
+    """And after ``clear_grad()`` all goes on as if it had never been there."""
+    ends = []
+    for wrong in (False, True):
+        model = make_model("mlp")
+        rig = wrap(model, make_optimizer("SGD", model), **SETTINGS, stage=stage)
+        if wrong:
+            name, param = next(iter(model.named_parameters()))
+            hook = param.register_hook(lambda gradient: gradient[:1])
+            loss = loss_of(model, make_batch("mlp", 0, 0))
+            with pytest.raises(StateError, match=rf"'{param.name}' of bucket '.*{name}'.*hook"):
+                loss.backward()
+            hook.remove()
+            rig.optimizer.clear_grad()
+        loss_of(model, make_batch("mlp", 1, 0)).backward()
+        rig.optimizer.step()
+        with full_parameters(model):
+            ends.append(values(model.parameters()))
+    assert all(map(np.array_equal, *ends))

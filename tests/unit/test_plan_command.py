@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,21 @@ import pytest
 from hp_sharding.cli import main
 from hp_sharding.plan.hardware import Hardware, Link
 from hp_sharding.trace import chrome
+from tests import timelines
 
 LINKS = ("--bandwidth-gbit", "10", "--latency-us", "20")
 COMPUTE = ("--tflops", "1", "--tokens", "512")
+SMALL = "transformer:layers=2,width=64,heads=4,inner=128,vocabulary=100,context=64"
 HERE = "tests.unit.test_plan_command"
+MEASURED = (f"{HERE}:build", *LINKS, "--measure", "--batch", f"{HERE}:batch")
 
 
 def build() -> paddle.nn.Layer:
     return paddle.nn.Sequential(*[paddle.nn.Linear(64, 64) for _ in range(4)])
+
+
+def build_recorded() -> paddle.nn.Layer:
+    return timelines.Net()
 
 
 def batch() -> tuple[paddle.Tensor]:
@@ -110,6 +118,20 @@ def test_compute_as_it_was_recorded(tmp_path: Path) -> None:
     assert "no compute of any unit of llama2-7b" in found.output
 
 
+def test_compute_of_real_training_and_not_of_half_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "recorded.json"
+    trace = timelines.record(timelines.rig_of(stage=2))
+    chrome.write(trace, path)
+    arguments = (f"{HERE}:build_recorded", *LINKS, "--ranks", "2", "--compute-from", str(path))
+    units = {unit["name"]: unit for unit in _json(*arguments)["model"]["units"]}
+    assert set(units) == timelines.LAYERS
+    assert all(unit["forward_ms"] > 0 and unit["backward_ms"] > 0 for name, unit in units.items() if name != "Net")
+    chrome.write(dataclasses.replace(trace, spans=[span for span in trace.spans if span.layer != "blocks.2"]), path)
+    found = _call(*arguments)
+    assert found.exit_code == 2
+    assert "no compute of 1 of 5 units of Net: blocks.2." in found.output
+
+
 def test_links_inside_and_between_hosts() -> None:
     arguments = (f"{HERE}:build", *LINKS, *COMPUTE, "--ranks", "16", "--stages", "2", "--compute-slowdown", "1.5")
     hosts = ("--host-ranks", "8", "--host-bandwidth-gbit", "800", "--host-latency-us", "1")
@@ -129,6 +151,17 @@ def test_a_model_is_measured_here() -> None:
     assert found["hardware"]["update_bytes_s"] > 0
 
 
+def test_16_bits_have_masters() -> None:
+    arguments = (*LINKS, *COMPUTE, "--ranks", "2", "--stages", "2")
+    for dtype, planned in (("bfloat16", "bfloat16"), ("float32", None)):
+        (found,) = _json(f"{SMALL},dtype={dtype}", *arguments)["choices"]
+        assert found["param_dtype"] == planned
+    short = _json(SMALL, *arguments)
+    # Of two ranks each has all in bfloat16, and half of it as masters and two moments.
+    assert short["choices"][0]["state_bytes"] >= short["numel"] * (2 + 3 * 4 / 2)
+    assert "in bfloat16; each rank keeps its shard of the parameters in float32" in _call(SMALL, *arguments).output
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -144,6 +177,13 @@ def test_a_model_is_measured_here() -> None:
         ((f"{HERE}:build", *LINKS, *COMPUTE, "--stages", "2,x"), "'2,x' is not a list"),
         ((f"{HERE}:build", *LINKS, *COMPUTE, "--buffer-mb", "0"), "at least 0.001"),
         ((f"{HERE}:build", *LINKS, "--hardware", "/nowhere.json"), "does not exist"),
+        ((f"{HERE}:build", *LINKS, *COMPUTE, "--host-bandwidth-gbit", "8"), "without --host-ranks"),
+        ((f"{HERE}:build", *LINKS, *COMPUTE, "--host-latency-us", "0"), "without --host-ranks"),
+        ((f"{HERE}:build", *LINKS, *COMPUTE, "--batch", f"{HERE}:batch"), "without --measure"),
+        ((*MEASURED, "--tflops", "1"), "leave --tflops out"),
+        ((*MEASURED, "--tokens", "8"), "leave --tokens out"),
+        ((*MEASURED, "--param-dtype", "bfloat16"), "'0.weight' in float32"),
+        ((f"{SMALL},dtype=int4", *LINKS, *COMPUTE), "known dtypes are float64"),
     ],
 )
 def test_wrong_use_ends_with_2(arguments: tuple[str, ...], said: str) -> None:

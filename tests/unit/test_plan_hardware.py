@@ -53,17 +53,31 @@ def test_faster_links_cost_the_compute_more_time_by_the_byte_the_same() -> None:
 
 def test_groups_in_one_host_have_its_link_and_others_all_cables_of_theirs() -> None:
     machine = Hardware(Link(50e9, 8e-6), reduce=Link(40e9, 8e-6), host=Link(300e9, 1e-6), host_ranks=8)
-    inside = machine.of_groups(8)
+    inside = machine.of_groups(8, 64)
     assert inside.link("gather") == inside.link("reduce") == Link(300e9, 1e-6)
     assert inside.link("replicate") == Link(50e9, 8e-6)
     assert not inside.shares_link
-    outside = machine.of_groups(64)
+    outside = machine.of_groups(64, 64)
     # Eight cables of 50 carry more than the link inside; seven of eight hops are inside.
     assert outside.shard == Link(300e9, (8e-6 + 7e-6) / 8)
     assert outside.shares_link
-    slow = Hardware(Link(5e9, 8e-6), host=Link(300e9, 1e-6), host_ranks=8).of_groups(64)
+    slow = Hardware(Link(5e9, 8e-6), host=Link(300e9, 1e-6), host_ranks=8).of_groups(64, 64)
     assert slow.shard.bandwidth_bytes_s == 40e9
-    assert FULL.of_groups(64) == FULL
+    assert FULL.of_groups(64, 64) == FULL
+
+
+def test_replicas_in_one_host_have_its_link_too_and_share_it() -> None:
+    machine = Hardware(Link(5e9, 8e-6), replicate=Link(4e9, 8e-6), host=Link(300e9, 1e-6), host_ranks=8)
+    alone = machine.of_groups(4, 8)
+    assert alone.link("gather") == alone.link("replicate") == Link(300e9, 1e-6)
+    assert alone.shares_link
+    # With a second host they are between hosts.
+    assert machine.of_groups(4, 16).link("replicate") == Link(4e9, 8e-6)
+
+
+def test_replicas_with_a_link_of_their_own_keep_it() -> None:
+    machine = Hardware(Link(5e9, 8e-6), replicate=Link(4e9, 8e-6), shares_link=False, host=Link(3e11, 0), host_ranks=8)
+    assert not machine.of_groups(16, 32).shares_link
 
 
 @pytest.mark.parametrize(
@@ -79,6 +93,7 @@ def test_groups_in_one_host_have_its_link_and_others_all_cables_of_theirs() -> N
         ({"shard": {"bandwidth_bytes_s": 1, "latency_s": 0}, "speed": 1}, "none but"),
         ({"shard": {"bandwidth_bytes_s": 1, "latency_s": 0}, "compute_slowdown": {"gather": 0.5}}, "of at least 1"),
         ({"shard": {"bandwidth_bytes_s": 1, "latency_s": 0}, "wire_slowdown": {"up": 2}}, "of 'up'"),
+        ({"shard": {"bandwidth_bytes_s": 1, "latency_s": 0}, "compute_slowdown": 3}, "a factor for each lane, not 3"),
         ({"shard": {"bandwidth_bytes_s": 1, "latency_s": 0}, "flops_s": 0}, "flops_s is to be"),
     ],
 )

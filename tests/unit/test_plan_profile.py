@@ -22,6 +22,7 @@ from hp_sharding.plan.profile import KNOWN, Param, from_dict, read, to_dict, tra
 from tests.models import Shared
 
 HARDWARE = Hardware(Link(1e9, 0.0), flops_s=1e12)
+EXISTS = nn.Linear(2, 2)
 ENTRY: dict[str, Any] = {"name": "a", "params": [["a.weight", [4, 8], "float32"], ["a.bias", [8]]]}
 
 
@@ -29,13 +30,17 @@ ENTRY: dict[str, Any] = {"name": "a", "params": [["a.weight", [4, 8], "float32"]
 
 
 def test_a_list_of_parameters_to_json_and_back(tmp_path: Path) -> None:
-    whole = {**ENTRY, "forward_ms": 3, "backward_ms": 5, "flops": 7, "activation_mb": 2, "transient_mb": 1}
+    params = [["a.weight", [4, 8], "float32"], ["a.bias", [8], "float32", True]]
+    whole = {**ENTRY, "params": params, "forward_ms": 3, "backward_ms": 5, "backward_factor": 3, "flops": 7}
+    whole |= {"activation_mb": 2, "transient_mb": 1}
     root = {"name": "net", "borrows": ["a.weight"], "forward_ms": 1}
     found = from_dict({"name": "net", "units": [whole, root]})
     assert [unit.name for unit in found.units] == ["net", "a"]
-    assert found.units[1].params == (Param("a.weight", (4, 8)), Param("a.bias", (8,)))
+    assert found.units[1].params == (Param("a.weight", (4, 8)), Param("a.bias", (8,), frozen=True))
     assert (found.units[1].forward_s, found.units[1].backward_s) == (0.003, 0.005)
     assert found.units[1].activation_bytes == 2 << 20
+    assert [param.frozen for param in found.units[1].params] == [False, True]
+    assert found.units[1].backward_factor == 3
     path = tmp_path / "list.json"
     path.write_text(json.dumps(to_dict(found)))
     assert read(path) == found
@@ -64,6 +69,12 @@ def test_times_follow_from_operations_where_they_are_not_given() -> None:
         ({"units": [{**ENTRY, "forward_ms": -1}]}, "forward_ms is to be"),
         ({"units": [{**ENTRY, "flops": True}]}, "flops is to be"),
         ({"units": [{"name": "a", "params": [["w"]]}]}, "a parameter is"),
+        ({"units": [{"name": "a", "params": 3}]}, "params is to be a list, not 3"),
+        ({"units": [{**ENTRY, "borrows": "a.weight"}]}, "borrows is to be a list"),
+        ({"units": [{"name": "a", "params": [["w", "512"]]}]}, "a parameter is"),
+        ({"units": [{"name": "a", "params": [["w", [2.5]]]}]}, "a parameter is"),
+        ({"units": [{"name": "a", "params": ["wide"]}]}, "a parameter is"),
+        ({"units": [{"name": "a", "params": [["w", [1], "float32", 1]]}]}, "frozen is true or false"),
         ({"units": [{"name": "a", "params": [["w", [0]]]}]}, "'w' has shape"),
         ({"units": [{"name": "a", "params": [["w", [1], "int8"]]}]}, "known are float64"),
         ({"units": [ENTRY, ENTRY]}, "two units named 'a'"),
@@ -133,8 +144,25 @@ def test_a_layer_needs_no_memory_to_be_looked_at() -> None:
     assert found.units[1].flops == 0
 
 
-def test_layers_that_need_their_values_are_built_with_them() -> None:
-    model = make_model(lambda: nn.LSTM(4, 6))
+def test_a_table_is_no_product_and_counts_once() -> None:
+    inner = nn.Sequential(nn.Embedding(1000, 64))
+    block = nn.Sequential(inner, nn.LayerList([nn.Linear(64, 640)]))
+    found = profile_of(nn.Sequential(_Around(block), nn.Linear(640, 4)), ShardingConfig())
+    assert [unit.flops for unit in found.units] == [0, 2 * 64 * 640, 2 * 640 * 4]
+
+
+class _Around(nn.Layer):
+    def __init__(self, block: nn.Layer) -> None:
+        super().__init__()
+        self.block = block
+
+
+def test_layers_that_need_their_values_are_built_with_them(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "hp_sharding"):
+        make_model(lambda: nn.Linear(4, 6))
+        assert not caplog.records
+        model = make_model(lambda: nn.LSTM(4, 6))
+    assert "built in memory" in caplog.text
     assert all(param._is_initialized() for param in model.parameters())
     with pytest.raises(ConfigError, match="not int"):
         make_model(lambda: 3)
@@ -207,6 +235,8 @@ def test_measuring_gives_each_unit_what_it_took() -> None:
         ("tests.nowhere:build", "No module named 'tests.nowhere'"),
         ("tests.models:nothing", "has no callable 'nothing'"),
         ("tests.models:SEED", "has no callable 'SEED'"),
+        ("tests.unit.test_plan_profile:load", "without arguments: missing a required argument: 'path'"),
+        ("tests.unit.test_plan_profile:EXISTS", "is a Layer that exists already"),
     ],
 )
 def test_callables_that_are_not_there(path: str, text: str) -> None:

@@ -191,6 +191,26 @@ def test_narrow_dtypes_halve_what_travels() -> None:
     assert sum(gathered) == 2 * MB
 
 
+def test_a_unit_without_parameters_takes_its_time() -> None:
+    between = Unit("softmax", (), 0.5, 0.25)
+    found = predict(FOUR._replace(units=(*FOUR.units[:3], between, *FOUR.units[3:])), FAST, Ranks(2), ShardingConfig())
+    assert found.step_ms == pytest.approx(1200 + 750)
+    # Around units that train it has a backward wherever it begins.
+    around = Unit("layer", (), 0.5, 0.25)
+    units = [unit._replace(name=f"layer.{number}") for number, unit in enumerate(FOUR.units[1:])]
+    found = predict(FOUR._replace(units=(FOUR.units[0], around, *units)), FAST, Ranks(2), ShardingConfig())
+    assert found.step_ms == pytest.approx(1200 + 750)
+
+
+@pytest.mark.parametrize("name", ["unit", "uses", "player", "places", "order", "last", "forward", "training.weight"])
+def test_parameters_may_have_any_name(name: str) -> None:
+    of_unit, own = Param(f"layer.{name}", (256, 256)), Param(name, (256, 256))
+    profile = Profile("net", (Unit("net", (own,), 0.1, 0.2), Unit("layer", (of_unit,), 0.1, 0.2)))
+    found = predict(profile, FAST, Ranks(2), ShardingConfig(stage=3, comm_fusion=False))
+    assert found.figures["reduce_bytes"] == 2 * 256 * 256 * 4
+    assert found.step_ms == pytest.approx(600)
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -239,6 +259,18 @@ def test_activations_come_and_go() -> None:
     bare, whole = (predict(model, FAST, Ranks(2), ShardingConfig(stage=2, **OVERLAP)) for model in (FOUR, profile))
     # All four at the end of the forward, and what the last one needs besides.
     assert whole.memory_bytes - bare.memory_bytes == pytest.approx(17 * MB, rel=0.1)
+
+
+def test_what_is_frozen_before_all_that_trains_keeps_nothing() -> None:
+    def peak(*, frozen: bool, number: int) -> int:
+        units = list(_profile(*[MB // 4] * 4).units)
+        param = units[number].params[0]._replace(frozen=frozen)
+        units[number] = units[number]._replace(params=(param,), activation_bytes=100 * MB)
+        return predict(FOUR._replace(units=tuple(units)), FAST, Ranks(2), ShardingConfig(stage=2)).memory_bytes
+
+    assert peak(frozen=True, number=1) < 100 * MB < peak(frozen=False, number=1) < 150 * MB
+    # After a unit that trains it passes its gradient on.
+    assert 100 * MB < peak(frozen=True, number=2) < 150 * MB
 
 
 # -- the process it runs in --------------------------------------------------------------------------------------------
@@ -291,3 +323,11 @@ def test_a_trace_of_the_step() -> None:
 def test_what_cannot_be_planned_is_refused(profile: Profile, ranks: Ranks, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         predict(profile, FAST, ranks, ShardingConfig())
+
+
+@pytest.mark.parametrize("name", ["comm_buffer_size_MB", "prefetch_depth"])
+def test_what_measurements_choose_cannot_be_planned(name: str) -> None:
+    settings: dict[str, Any] = {"stage": 3, **OVERLAP, name: "auto"}
+    config = ShardingConfig(**settings)
+    with pytest.raises(ConfigError, match=f"{name}='auto'"):
+        predict(FOUR, FAST, Ranks(2), config)

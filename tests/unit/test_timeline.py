@@ -14,6 +14,9 @@ from paddle import nn
 from hp_sharding.comm import Work
 from hp_sharding.errors import CommError
 from hp_sharding.timeline import MAX_STEPS, Span, StepTimes, Timeline
+from hp_sharding.timeline.steps import times_of
+from hp_sharding.trace.figures import Groups
+from hp_sharding.trace.spans import Step
 from tests.fakes import wrap
 
 
@@ -208,30 +211,46 @@ def _line(steps: list[StepTimes]) -> Timeline:
     return line
 
 
+def _step(step_ms: float, *spans: tuple[str, float, float]) -> StepTimes:
+    """A step with spans of a lane, a beginning and an end in milliseconds."""
+    found = [Span(0, lane, "0:net", start_ms / 1e3, end_ms / 1e3) for lane, start_ms, end_ms in spans]
+    return times_of(found, Step(0, 1, 0.0, step_ms / 1e3, {}), Groups(2, 2))
+
+
 @pytest.mark.parametrize(
-    ("steps", "overlap_percent"),
+    ("step", "busy_ms", "hidden_ms", "overlap_percent"),
     [
-        ([StepTimes(20, 15, 8, 12, 5)], 75),
-        ([StepTimes(20, 20, 8, 12, 0)], 100),
-        ([StepTimes(20, 5, 5, 5, 15)], 0),  # waited longer than the lanes were busy: for a late peer
-        ([StepTimes(20, 20, 0, 0, 0)], 100),
-        ([StepTimes(20, 15, 4, 6, 5, 10)], 75),
+        (_step(20, ("gather", 0, 8), ("reduce", 8, 20), ("wait", 15, 20)), 20, 15, 75),
+        (_step(20, ("gather", 0, 8), ("reduce", 8, 20)), 20, 20, 100),
+        (_step(20, ("gather", 8, 10), ("wait", 0, 15)), 2, 0, 0),  # waited longer than it took: for a late peer
+        (_step(20), 0, 0, 100),
+        (_step(20, ("gather", 0, 10), ("reduce", 0, 10), ("wait", 5, 10)), 10, 5, 50),  # beside each other
+        (_step(20, ("gather", 0, 10), ("replicate", 6, 16), ("wait", 4, 8)), 16, 12, 75),
+        (_step(20, ("gather", 0, 10), ("agree", 12, 17), ("wait", 12, 17)), 10, 10, 100),  # for something else
+        (_step(20, ("gather", 0, 10), ("wait", 8, 14), ("wait", 9, 12)), 10, 8, 80),
     ],
 )
-def test_overlap_is_the_part_of_communication_that_nobody_waited_for(
-    steps: list[StepTimes], overlap_percent: float
+def test_overlap_is_the_part_of_communication_in_which_compute_went_on(
+    step: StepTimes, busy_ms: float, hidden_ms: float, overlap_percent: float
 ) -> None:
-    assert _line(steps).summary()["overlap_percent"] == pytest.approx(overlap_percent)
+    for found in (step.figures, _line([step]).summary(), _line([step] * 3).summary()):
+        assert found["busy_ms"] == pytest.approx(busy_ms, abs=1e-9)
+        assert found["hidden_ms"] == pytest.approx(hidden_ms, abs=1e-9)
+        assert found["overlap_percent"] == pytest.approx(overlap_percent)
 
 
 def test_a_summary_holds_medians() -> None:
-    steps = [StepTimes(10, 8, 1, 2, 2), StepTimes(11, 9, 2, 3, 2), StepTimes(900, 700, 9, 9, 200)]
+    steps = [
+        _step(10, ("gather", 0, 1), ("reduce", 0, 2), ("wait", 0, 2)),
+        _step(11, ("gather", 0, 2), ("reduce", 0, 3), ("wait", 2, 4)),
+        _step(900, ("gather", 0, 9), ("reduce", 0, 9), ("wait", 100, 300)),
+    ]
     summary = _line(steps).summary()
     expected = {
         "steps": 3, "step_ms": 11, "compute_ms": 9, "gather_ms": 2, "reduce_ms": 3, "exposed_ms": 2, "replicate_ms": 0,
-        "overlap_percent": pytest.approx(60),
+        "busy_ms": 3, "hidden_ms": 2, "overlap_percent": 200 / 3,
     }  # fmt: skip
-    assert {name: summary[name] for name in expected} == expected
+    assert {name: summary[name] for name in expected} == pytest.approx(expected)
     assert list(summary) == list(Timeline(enabled=True).summary())
 
 

@@ -66,7 +66,9 @@ def test_scalars_take_what_both_writers_take(kind: type) -> None:
     assert not any("by_layer" in tag or tag == "hp_sharding/steps" for tag in tags)
 
 
-@pytest.mark.parametrize(("writer", "every"), [(_VisualDl(), 0), (object(), 1)])
+@pytest.mark.parametrize(
+    ("writer", "every"), [(_VisualDl(), 0), (object(), 1), (_VisualDl(), "2"), (_VisualDl(), 1.5), (_VisualDl(), True)]
+)
 def test_scalars_say_what_they_need(writer: Any, every: int) -> None:
     with pytest.raises(ConfigError, match="add_scalar"):
         scalars(writer, every)
@@ -111,6 +113,33 @@ def test_lines_are_whole_where_processes_share_a_file_and_are_killed(tmp_path: P
     found = [json.loads(text) for text in path.read_text().splitlines()]
     for rank in range(2):
         assert [each["step"] for each in found if each["rank"] == rank] == list(range(50))
+
+
+def test_a_sink_that_hears_nothing_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    line = Timeline(enabled=False)
+    heard: list[int] = []
+    with caplog.at_level(logging.WARNING, logger="hp_sharding"):
+        line.end_step(1)
+        assert caplog.records == []
+        line.add_sink(lambda figures: heard.append(figures["step"]))
+        for number in (2, 3):
+            line.end_step(number)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "the timeline is off" in caplog.text
+        with line.record(steps=1):
+            line.end_step(4)
+        line.end_step(5)
+    assert heard == [4]
+    assert len(caplog.records) == 1
+
+
+def test_a_sink_that_was_added_for_a_recording_is_no_matter_for_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    line = Timeline(enabled=False)
+    line.add_sink(lambda _: None)
+    with line.record(steps=1):
+        line.end_step(1)
+    line.end_step(2)
+    assert caplog.records == []
 
 
 def test_a_full_disk_is_told_of() -> None:

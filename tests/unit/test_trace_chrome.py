@@ -261,7 +261,9 @@ def test_a_number_that_is_none_is_refused(tmp_path: Path) -> None:
         (b'{"traceEvents": []}', "a trace of another program"),
         (b'{"otherData": 3}', "some other JSON"),
         (b'"text"', "some other JSON"),
-        (b'{"otherData": {"hp_sharding_trace": 2}}', "a trace of version 2"),
+        (b'{"otherData": {"hp_sharding_trace": 2}}', "a trace of version 2, which a newer release wrote"),
+        (b'{"otherData": {"hp_sharding_trace": 0}}', "a trace of version 0, which an older release wrote"),
+        (b'{"otherData": {"hp_sharding_trace": "1"}}', "its version is '1'"),
         (b'{"otherData": {"hp_sharding_trace": 1, "about": {}}}', "changed or is damaged"),
         (
             b'{"traceEvents": [{"ph": "X"}], "otherData": {"hp_sharding_trace": 1, "about": {}}}',
@@ -278,6 +280,51 @@ def test_other_files_are_refused_with_what_to_do(tmp_path: Path, data: bytes, sa
         chrome.read(path)
     assert said in str(raised.value)
     assert str(path) in str(raised.value)
+
+
+def _slice(data: dict[str, Any], lane: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(event for event in data["traceEvents"] if event.get("cat") == lane)
+    return found
+
+
+def _set(lane: str, **args: Any) -> Callable[[dict[str, Any]], object]:
+    """Changes what stands on the first slice of a lane."""
+    return lambda data: _slice(data, lane)["args"].update(args)
+
+
+_DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "a text for a time": (_set("compute", start_s="a"), "'start_s' is 'a', not a finite number of seconds"),
+    "no number": (_set("compute", start_s=float("nan")), "'start_s' is nan"),
+    "an end that never comes": (_set("steps", end_s=float("inf")), "'end_s' is inf"),
+    "an end before the beginning": (_set("steps", end_s=-5.0), "'end_s' is -5.0, not at or after its beginning 0.0"),
+    "a text for a number": (_set("steps", number="1"), "'number' is '1', not a whole number"),
+    "a yes for a number": (_set("steps", number=True), "'number' is True"),
+    "a layer of nothing": (_set("compute", layer=None), "'layer' is None, not a text"),
+    "a list for a label": (_set("compute", label=["x"]), "'label' is ['x'], not a text"),
+    "a text for bytes": (_set("reduce", bytes="9"), "'bytes' is '9'"),
+    "a lane of nobody": (lambda data: _slice(data, "reduce").update(cat="odd"), "'cat' is 'odd', not one of steps,"),
+    "a text for a figure": (_set("steps", figures={"peak_bytes": "x"}), "'figures' of step 0 are {'peak_bytes': 'x'}"),
+    "a list of figures": (_set("steps", figures=[1]), "'figures' of step 0 are [1]"),
+    "a text for a process": (lambda data: _slice(data, "compute").update(pid="1"), "'pid' is '1', not that of a rank"),
+    "the idle process": (lambda data: _slice(data, "compute").update(pid=0), "'pid' is 0"),
+    "too many ranks": (lambda data: _slice(data, "compute").update(pid=10**12), "'pid' is 1000000000000"),
+    "a list about it": (lambda data: data["otherData"].update(about=[]), "'about' is [], not an object"),
+    "no list of events": (lambda data: data.update(traceEvents={}), "'traceEvents' is {}, not a list"),
+    "an event of another program": (lambda data: _slice(data, "compute").pop("cat"), "no 'cat'"),
+}
+
+
+@pytest.mark.parametrize("damage", _DAMAGE)
+def test_a_file_that_was_changed_is_refused_with_what_is_wrong(
+    importable: dict[str, Any], damage: str, tmp_path: Path
+) -> None:
+    data = copy.deepcopy(importable)
+    breaking, said = _DAMAGE[damage]
+    breaking(data)
+    (tmp_path / "trace.json").write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match="has been changed or is damaged") as raised:
+        chrome.read(tmp_path / "trace.json")
+    assert said in str(raised.value)
 
 
 def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:

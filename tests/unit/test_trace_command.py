@@ -50,8 +50,11 @@ def test_show_has_steps_ranks_lanes_and_waits(recorded: Path) -> None:
     assert ["0", "132", "124", "0", "32", "8", "75", "%", "0"] in lines
     assert ["gather", "32", "15.3", "0.25"] in lines
     assert ["backward", "80"] in lines
+    assert "of 64 ms of communication 51 hidden, overlap 80 %" in found.output
+    assert "Lanes, medians over steps" in found.output
+    assert [line[0] for line in lines if line[-4:] == ["mean", "ms", "a", "step"]] == ["phase", "waited"]
     assert ["blocks.0", "11.3"] in lines
-    assert "model state 95.4 MB at its peak, +1.0 % beside the formula" in found.output
+    assert "model state 95.4 MiB at its peak, +1.0 % beside the formula" in found.output
 
 
 def test_show_some_steps(recorded: Path) -> None:
@@ -60,6 +63,12 @@ def test_show_some_steps(recorded: Path) -> None:
     assert [(step["step"], step["rank"]) for step in json.loads(found.stdout)["steps"]] == [
         (0, 0), (0, 1), (2, 0), (2, 1)
     ]  # fmt: skip
+
+
+def test_a_range_of_steps_may_reach_beyond_all_of_them(recorded: Path) -> None:
+    found = _call("show", recorded, "--steps", "1-99999999999999", "--json")
+    assert found.exit_code == 0
+    assert {step["step"] for step in json.loads(found.stdout)["steps"]} == {1, 2}
 
 
 def test_show_as_json_has_all_figures(recorded: Path) -> None:
@@ -125,6 +134,10 @@ def test_diff_refuses_what_has_nothing_in_common(recorded: Path, tmp_path: Path)
         (["diff", "nowhere.json", "nowhere.json"], "cannot be read"),
         (["show", "RECORDED", "--steps", "5-"], "'5-' is not like 3, 5-7 or 1,3,5-7"),
         (["show", "RECORDED", "--steps", "one"], "'one' is not like 3"),
+        (["show", "RECORDED", "--steps", "²"], "'²' is not like 3"),
+        (["show", "RECORDED", "--steps", "2-1"], "'2-1' ends before it begins"),
+        (["show", "RECORDED", "--steps", "9" * 5000], "is not like 3"),
+        (["show", "RECORDED", "--steps", "7-99999999999999"], "none of [7-99999999999999]"),
         (["show", "RECORDED", "--steps", "7,9"], "the trace has steps [0, 1, 2], none of [7, 9]"),
         (["show", "RECORDED", "--picture", "/nowhere/at/all.png"], "cannot be written to /nowhere/at/all.png"),
     ],

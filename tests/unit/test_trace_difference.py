@@ -8,7 +8,7 @@ import pytest
 
 from hp_sharding.errors import ConfigError
 from hp_sharding.trace.difference import compare
-from hp_sharding.trace.spans import Trace
+from hp_sharding.trace.spans import Span, Step, Trace
 from tests.traces import Run, make
 
 RUN = Run(n_layers=4, n_ranks=2, n_steps=3, forward_ms=10, gather_ms=8)
@@ -59,6 +59,14 @@ def test_a_slower_layer_shows_in_its_phases() -> None:
     assert change is not None
     assert change.change_ms == pytest.approx(3)
     assert [each.kind for each in found.of_layers] == ["forward"]
+
+
+def test_a_part_of_a_step_that_is_of_no_layer_is_named_once() -> None:
+    traces = []
+    for end_s in (0.002, 0.005):
+        trace = Trace([Span(0, "compute", "step()", 0.0, end_s)], [Step(0, 1, 0.0, end_s, {})])
+        traces.append(trace)
+    assert [change.what for change in compare(*traces).of_layers] == ["step()"]
 
 
 def test_the_largest_changes_come_first() -> None:

@@ -55,7 +55,9 @@ def test_a_step_by_hand() -> None:
     assert found["compute_ms"] == pytest.approx(92)
     assert [found[f"{lane}_ms"] for lane in BUSY_LANES] == pytest.approx([30, 40, 20, 0])
     assert [found[f"{lane}_bytes"] for lane in BUSY_LANES] == [20_000_000, 20_000_000, 10_000_000, 0]
-    assert found["overlap_percent"] == pytest.approx(100 * (1 - 8 / 90))
+    # Of what went on from 0 to 20, 30 to 40 and 50 to 90 the waits from 30 to 36 are not hidden.
+    assert (found["busy_ms"], found["hidden_ms"]) == pytest.approx((70, 64))
+    assert found["overlap_percent"] == pytest.approx(100 * 64 / 70)
     # A rank sends three quarters of what four gather; of what two all-reduce, each sends the whole.
     assert found["gather_gb_s"] == pytest.approx(0.75 * 20e6 / 30e-3 / 1e9)
     assert found["reduce_gb_s"] == pytest.approx(0.75 * 20e6 / 40e-3 / 1e9)
@@ -94,7 +96,8 @@ def test_over_steps_there_are_medians_totals_and_the_largest() -> None:
     found = over_steps(steps)
     assert (found["steps"], found["step_ms"], found["peak_bytes"], found["wrong_guesses"]) == (3, 20, 9.0, 3.0)
     assert (found["gather_ms"], found["exposed_ms"]) == pytest.approx((6, 2))
-    assert found["overlap_percent"] == pytest.approx(100 * (1 - 2 / 6))
+    assert (found["busy_ms"], found["hidden_ms"]) == pytest.approx((6, 4))
+    assert found["overlap_percent"] == pytest.approx(100 * 4 / 6)
     assert found["gather_gb_s"] == pytest.approx(3e6 / 20e-3 / 1e9)
     assert found["exposed_ms_by_layer"] == pytest.approx({"a": 1 / 3, "b": 5 / 3})
     assert list(found["exposed_ms_by_layer"]) == ["b", "a"], "the longest first"
@@ -140,6 +143,11 @@ def test_unions_and_what_waits_take_from_phases_are_those_of_sets(
     spans += [Span(0, "wait", "", start, start + length) for start, length in waits]
     found = step_figures(spans, Step(0, 0, 0, 50, {}))
     assert found["exposed_ms"] == len(_covered(waits)) * 1e3
+    carried = [("gather", compute[::2]), ("reduce", compute[1::2])]
+    lanes = [Span(0, lane, "", start, start + length) for lane, some in carried for start, length in some]
+    hidden = step_figures([*lanes, *spans], Step(0, 0, 0, 50, {}))
+    assert hidden["busy_ms"] == len(_covered(compute)) * 1e3
+    assert hidden["hidden_ms"] == len(_covered(compute) - _covered(waits)) * 1e3
     if compute:
         assert found["phases_ms"]["forward"] == len(_covered(compute) - _covered(waits)) * 1e3
     joined = union(spans)

@@ -242,3 +242,16 @@ def test_it_leaves_the_users_backend_alone(tmp_path: Path) -> None:
         "import matplotlib; assert matplotlib.rcParams._get_backend_or_none() is None\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, check=True)
+
+
+def test_a_picture_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "trace.png"
+    path.write_bytes(b"before")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(ConfigError, match=r"cannot be written to .*: No space left on device"):
+        picture.draw(make(Run(n_layers=1, n_steps=1)), path)
+    assert [(found.name, found.read_bytes()) for found in tmp_path.iterdir()] == [("trace.png", b"before")]

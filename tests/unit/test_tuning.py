@@ -15,13 +15,14 @@ from hp_sharding import ConfigError, ShardingConfig, StateError, full_parameters
 from hp_sharding.buffer import Status
 from hp_sharding.plain import PlainOptimizer
 from hp_sharding.tuning import tuner
-from hp_sharding.tuning.tuner import COUNTED_STEPS, FIRST_STEPS, SKIPPED_STEPS
-from tests.fakes import Rig
+from hp_sharding.tuning.tuner import COUNTED_STEPS, FIRST_STEPS, SKIPPED_STEPS, Tuner
+from tests.fakes import Rig, WaitingLane
 from tests.models import make_model, make_optimizer
 from tests.tasks import BOTH, SMALL_MB, TASKS, assert_same, final_values, plain_optimizer, shard_task
 
 FACTORS = tuple(2.0**power for power in range(-4, 6))
 AUTO = {"comm_buffer_size_MB": "auto", **BOTH}
+NO_OVERLAP = {"allgather_overlap": False}
 Cost = Callable[[ShardingConfig], float]
 
 
@@ -182,6 +183,53 @@ def test_the_budget_bounds_every_size_that_is_tried(monkeypatch: pytest.MonkeyPa
     assert _size_mb(unbounded) > _size_mb(rig)
 
 
+def test_a_setting_that_takes_more_than_the_budget_later_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathered ahead of use, stage 3 holds one unit more than when it was wrapped."""
+    settings: dict[str, Any] = {"stage": 3, "reduce_overlap": True, "comm_buffer_size_MB": "auto"}
+    first = shard_task(TASKS["gpt"].make(), **settings).optimizer
+    (taken_bytes,) = tuner._taken_bytes(first.tuning._foundation, [first.config])  # type: ignore[union-attr]
+    rig = shard_task(TASKS["gpt"].make(), **settings, tuning_budget_MB=taken_bytes / 2**20)
+    rig.optimizer._set_all_gather_overlap_forward(True, rig.model)
+    clock = _Clock(monkeypatch, _nearest(4 * SMALL_MB))
+    _train(rig, clock, "gpt")
+    assert clock.asked[0].comm_buffer_size_MB == _size_mb(rig) == 4 * SMALL_MB
+
+
+def test_in_stage_1_the_budget_bounds_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There full gradients stay, whatever is chosen."""
+    rig = shard_task(TASKS["gpt"].make(), **AUTO, stage=1, tuning_budget_MB=1e-6)
+    assert _size_mb(rig) == 4 * SMALL_MB
+    _train(rig, _Clock(monkeypatch, _nearest(8 * SMALL_MB)), "gpt")
+    assert _size_mb(rig) == 8 * SMALL_MB
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("settings", [AUTO, {**BOTH, "stage": 3, "prefetch_depth": "auto"}], ids=str)
+def test_a_budget_that_nothing_fits_into_is_named(settings: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    rig = shard_task(TASKS["gpt"].make(), **settings, tuning_budget_MB=1e-6)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith("tuning_budget_MB=1e-06: nothing")
+    assert _size_mb(rig) == (4 * SMALL_MB * FACTORS[0] if settings is AUTO else SMALL_MB)
+    assert f"comm_buffer_size_MB={_size_mb(rig):g}" in caplog.text
+
+
+def test_ranks_that_hold_other_parts_bound_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among tensor-parallel ranks the one that takes most decides."""
+    asked = ShardingConfig(**AUTO, stage=2, tuning_budget_MB=0.05)
+    rig = shard_task(TASKS["gpt"].make(), **AUTO)
+    foundation = rig.optimizer.tuning._foundation  # type: ignore[union-attr]
+    alone = tuner._fitting(foundation, asked.begun(), 0.02 * 2**20)
+    split = foundation._replace(lanes={**foundation.lanes, "tensor": WaitingLane("tensor", nranks=2)})
+    monkeypatch.setattr(tuner, "largest", lambda numbers, ways, *, label: [4 * number for number in numbers])
+    beside = tuner._fitting(split, asked.begun(), 0.02 * 2**20)
+    assert 1 < len(beside) < len(alone)
+    assert tuner._fitting(split, asked.begun(), 0.08 * 2**20)[-1] == alone[-1]
+    assert Tuner(rig.optimizer, split, asked)._ranks()["tensor_ranks"] == 2
+
+
 def test_no_gradient_is_lost_and_no_bucket_changes_while_one_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps without ``clear_grad()``, then backwards that add up over steps: tuning waits."""
     task = TASKS["mlp"]
@@ -223,6 +271,28 @@ def test_a_forward_that_waits_for_its_backward_is_waited_for(
     assert "right after optimizer.step()" in caplog.text
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_scripts_that_clear_where_nobody_hears_of_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked: bool
+) -> None:
+    """Nothing can change, which is said once, and nothing is recorded for it any more; until they do it right."""
+    rig = shard_task(TASKS["mlp"].make(), **AUTO, timeline=asked)
+    clock = _Clock(monkeypatch, _nearest(SMALL_MB))
+    for step in range(60):
+        TASKS["mlp"].loss(rig.model, step).backward()
+        rig.optimizer.step()
+        rig.model.clear_gradients()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "optimizer.clear_grad() has not been called" in caplog.text
+    assert rig.optimizer.timeline.enabled == asked
+    rig.optimizer.clear_grad()
+    assert rig.optimizer.timeline.enabled
+    usual = shard_task(TASKS["mlp"].make(), **AUTO)
+    assert _train(rig, clock) == _train(usual, clock)
+    assert _size_mb(rig) == _size_mb(usual)
+    assert len(caplog.records) == 1
+
+
 def test_waits_until_every_rank_can(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = shard_task(TASKS["mlp"].make(), **AUTO)
     clock = _Clock(monkeypatch, _nearest(4 * SMALL_MB))
@@ -259,6 +329,42 @@ def test_one_process_has_nothing_to_tune(caplog: pytest.LogCaptureFixture) -> No
         optimizer = shard(model, make_optimizer("SGD", model), ShardingConfig(comm_buffer_size_MB="auto"))
     assert isinstance(optimizer, PlainOptimizer)
     assert "nothing to tune" in caplog.text
+
+
+@pytest.mark.parametrize("settings", [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, **NO_OVERLAP}], ids=str)
+def test_what_was_chosen_is_taken_over_with_what_was_left_alone(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """Where nothing is gathered ahead of use there is no depth to choose."""
+    both = {**AUTO, "prefetch_depth": "auto", **settings}
+    rig, other = shard_task(TASKS["mlp"].make(), **both), shard_task(TASKS["mlp"].make(), **both)
+    _train(rig, _Clock(monkeypatch, _nearest(2 * SMALL_MB)))
+    kept = rig.optimizer.tuning.kept()  # type: ignore[union-attr]
+    assert kept is not None
+    assert (kept["prefetch_depth"] is None) == (settings != {"stage": 3})
+    other.optimizer.tuning.adopt(kept)  # type: ignore[union-attr]
+    assert other.optimizer.tuning.is_over  # type: ignore[union-attr]
+    assert other.optimizer.config == rig.optimizer.config
+    assert other.optimizer.tuning.kept() == kept  # type: ignore[union-attr]
+
+
+def test_what_was_chosen_is_not_taken_over_beyond_the_budget(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = shard_task(TASKS["gpt"].make(), **AUTO, tuning_budget_MB=1000)
+    _train(rig, _Clock(monkeypatch, _nearest(16 * SMALL_MB)), "gpt")
+    kept = rig.optimizer.tuning.kept()  # type: ignore[union-attr]
+    assert kept is not None
+    other = shard_task(TASKS["gpt"].make(), **AUTO, tuning_budget_MB=0.01)
+    begun_mb = _size_mb(other)
+    other.optimizer.tuning.adopt(kept)  # type: ignore[union-attr]
+    assert not other.optimizer.tuning.is_over  # type: ignore[union-attr]
+    assert _size_mb(other) == begun_mb
+    assert "tuning_budget_MB=0.01" in caplog.text
+    for key in ("stage", "shard_ranks", "replicas", "tensor_ranks"):
+        third = shard_task(TASKS["gpt"].make(), **AUTO, tuning_budget_MB=1000)
+        third.optimizer.tuning.adopt({**kept, key: 7})  # type: ignore[union-attr]
+        assert not third.optimizer.tuning.is_over, key  # type: ignore[union-attr]
 
 
 def test_buckets_do_not_change_while_whole_parameters_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
