@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pickle
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..trace.writing import replace
 from .links import hardware
 
 VERSION = 1
@@ -188,32 +187,9 @@ def as_json(report: Report) -> str:
     return json.dumps(as_data(report), allow_nan=False)
 
 
-def write(path: Path, data: bytes) -> None:
-    """Writes a file at once: whoever looks sees what was there before, or all of it.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    handle, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
-    try:
-        with open(handle, "wb") as file:
-            file.write(data)
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
 def hand_in(folder: Path, report: Report) -> None:
     """Leaves the report for the process that has started this one; the last one counts."""
-    write(folder / "report", pickle.dumps(report))
+    replace(folder / "report", pickle.dumps(report))
 
 
 def collect(folder: Path) -> Report | None:

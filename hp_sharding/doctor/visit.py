@@ -13,6 +13,7 @@ from typing import Any
 import paddle
 
 from ..errors import ConfigError
+from ..trace.writing import replace
 from . import report as reports
 from . import terminal
 from .examination import Examination
@@ -62,7 +63,7 @@ def _examine(request: Request) -> int:
     join_job()
     team = Team(request.timeout_s)
     if request.hand_in is not None:
-        reports.write(request.hand_in / f"rank{team.me}.pid", str(os.getpid()).encode())
+        replace(request.hand_in / f"rank{team.me}.pid", str(os.getpid()).encode())
     with _progress(request, team.me) as progress, _without_details():
         examination = Examination(request, team, progress)
         try:
@@ -100,7 +101,7 @@ def _progress(request: Request, me: int) -> Iterator[Progress]:
 
         def leave(doing: str, report: Report) -> None:
             if me == 0:
-                reports.write(folder / "doing", doing.encode())
+                replace(folder / "doing", doing.encode())
                 reports.hand_in(folder, report)
 
         yield leave
@@ -136,7 +137,7 @@ def _present(report: Report, request: Request) -> int:
         is_json = request.output.suffix == ".json"
         text = reports.as_json(report) + "\n" if is_json else terminal.as_text(report)
         try:
-            reports.write(request.output, text.encode())
+            replace(request.output, text.encode())
         except OSError as error:
             sys.stderr.write(f"cannot write {request.output}: {error}\n")
             return 2

@@ -15,6 +15,7 @@ from hp_sharding.doctor import advice, asynchrony, bandwidth, links, machine, ov
 from hp_sharding.doctor.foreign import Use, foreign_share
 from hp_sharding.doctor.report import Failure, Report, Spread
 from hp_sharding.plan.hardware import Hardware
+from hp_sharding.trace.writing import replace
 
 MB = 1 << 20
 
@@ -280,7 +281,7 @@ def test_the_report_has_the_hardware_that_a_plan_takes(tmp_path: Path) -> None:
     rows = _timed("all_gather", 2, 0.2, 1.5) + _timed("reduce_scatter", 2, 0.3, 1.0) + _timed("all_reduce", 2, 1, 1)
     found = bandwidth.conclude([rows] * 2)
     written = _report(bandwidth=found, asynchrony=_behind(launch=2.0, done=100.0, both=120.0))
-    report.write(tmp_path / "report.json", report.as_json(written).encode())
+    replace(tmp_path / "report.json", report.as_json(written).encode())
     read = Hardware.read(tmp_path / "report.json")
     assert tuple(read.shard) == pytest.approx((1.5e9, 0.2e-3))
     assert read.reduce is not None
@@ -385,7 +386,7 @@ def test_progress_is_silent_where_there_is_no_terminal(
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "report.txt"
-    report.write(path, b"old")
+    replace(path, b"old")
     assert path.stat().st_mode & 0o600 == 0o600
 
     def fail(*_: Any) -> None:
@@ -393,7 +394,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr("os.replace", fail)
     with pytest.raises(OSError, match="disk full"):
-        report.write(path, b"new")
+        replace(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
 
