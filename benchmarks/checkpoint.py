@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks import links
+from benchmarks.circumstances import machine
 from benchmarks.quiet import Meter, await_quiet
 
 if TYPE_CHECKING:
@@ -120,13 +121,7 @@ def _run(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 def _environment() -> dict[str, str]:
     """One thread a rank, and Paddle's MKL told not to pick slow kernels on AMD. Before Paddle is imported."""
     environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return environment | ({"MKL_DEBUG_CPU_TYPE": "5"} if "AMD" in _processor() else {})
-
-
-def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return environment | ({"MKL_DEBUG_CPU_TYPE": "5"} if "AMD" in machine() else {})
 
 
 def _row(ms: list[float], state_bytes: int) -> dict[str, float]:
@@ -348,7 +343,7 @@ def _circumstances(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "benchmark": "checkpoint",
         "command": f"python -m benchmarks.checkpoint {' '.join(sys.argv[1:])}".strip(),
-        "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}",
+        "machine": machine(),
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "paddle": version("paddlepaddle"),

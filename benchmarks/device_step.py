@@ -25,10 +25,10 @@ import signal
 import sys
 import time
 from multiprocessing import connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks import course, device_report, links, report
+from benchmarks.circumstances import machine
 from benchmarks.contenders import CONTENDERS, SHARD_RANKS
 from benchmarks.device_contenders import ON_DEVICE
 from benchmarks.device_pace import Traffic, bandwidth_mb_s, parameter_bytes, traffic
@@ -208,7 +208,7 @@ def _circumstances(options: argparse.Namespace, calibration: Calibration) -> dic
     return {
         "benchmark": "device_step",
         "command": f"python -m benchmarks.device_step {' '.join(sys.argv[1:])}".strip(),
-        "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}",
+        "machine": machine(),
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "paddle": version("paddlepaddle"),
@@ -229,13 +229,6 @@ def _circumstances(options: argparse.Namespace, calibration: Calibration) -> dic
             "bandwidth_mb_s": calibration.pace.bandwidth_mb_s,
         },
     }
-
-
-def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.machine()
 
 
 if __name__ == "__main__":

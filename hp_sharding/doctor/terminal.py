@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich import box
@@ -45,17 +44,6 @@ def as_text(report: Report) -> str:
     text = io.StringIO()
     _print(Console(file=text, highlight=False, width=_WIDTH, color_system=None), report)
     return text.getvalue()
-
-
-@contextlib.contextmanager
-def showing_progress(wanted: bool) -> Iterator[Callable[[str], None]]:
-    """Gives a function that shows what is being done, on stderr; it does nothing where that is no terminal."""
-    console = Console(stderr=True)
-    if not wanted or not console.is_terminal:
-        yield lambda _: None
-        return
-    with console.status("starting") as status:
-        yield lambda doing: status.update(f"doctor: {doing}")
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 import paddle
 
 from ..errors import ConfigError
+from ..progress import showing_progress
 from ..trace.writing import replace
 from . import report as reports
 from . import terminal
@@ -50,7 +51,7 @@ def run(request: Request, *, nproc: int | None = None) -> int:
 
 def _start(nproc: int, request: Request) -> Report:
     """What ranks report that are started here. Ended from outside, this process still takes them away."""
-    with terminal.showing_progress(True) as show:
+    with showing_progress("doctor", wanted=True) as show:
         try:
             with _ended_by_signal():
                 return start_ranks(nproc, request, show)
@@ -106,7 +107,7 @@ def _progress(request: Request, me: int) -> Iterator[Progress]:
 
         yield leave
         return
-    with terminal.showing_progress(me == 0) as show:
+    with showing_progress("doctor", wanted=me == 0) as show:
         yield lambda doing, _: show(doing)
 
 

@@ -119,12 +119,13 @@ def plan(model: str, as_json: bool, trace: Path | None, top: int | None, **optio
     MODEL is a Python callable (package.module:name), a JSON list of parameters, llama2-7b, llama2-70b, or
     transformer:SIZES. The package's own scheduler runs on a clock that is simulated; nothing is sent.
     """
+    from ..progress import showing_progress
     from . import terminal
     from .preparing import Request, prepare
 
     try:
         prepared = prepare(Request(model=model, **options))
-        with terminal.showing_progress(not as_json) as say:
+        with showing_progress("plan", wanted=not as_json) as say:
             outcomes = prepared.run(say)
         if trace is not None:
             from ..trace import chrome

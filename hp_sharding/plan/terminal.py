@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
@@ -25,17 +24,6 @@ def show(outcomes: Sequence[Outcome], profile: Profile, *, memory_bytes: float |
     console.print(f"{profile.name}: {profile.numel / 1e6:,.1f} million parameters in {len(profile.units) - 1} units")
     console.print(_table(outcomes))
     console.print("\n".join(_notes(outcomes, memory_bytes)))
-
-
-@contextlib.contextmanager
-def showing_progress(wanted: bool) -> Iterator[Callable[[str], None]]:
-    """Gives a function that shows what is being tried, on stderr; it does nothing where that is no terminal."""
-    console = Console(stderr=True)
-    if not wanted or not console.is_terminal:
-        yield lambda _: None
-        return
-    with console.status("starting") as status:
-        yield lambda doing: status.update(f"plan: {doing}")
 
 
 def _table(outcomes: Sequence[Outcome]) -> Table:

@@ -15,6 +15,7 @@ from hp_sharding.doctor import advice, asynchrony, bandwidth, links, machine, ov
 from hp_sharding.doctor.foreign import Use, foreign_share
 from hp_sharding.doctor.report import Failure, Report, Spread
 from hp_sharding.plan.hardware import Hardware
+from hp_sharding.progress import showing_progress
 from hp_sharding.trace.writing import replace
 
 MB = 1 << 20
@@ -376,7 +377,7 @@ def test_progress_is_silent_where_there_is_no_terminal(
 ) -> None:
     for wanted, forced, shown in ((True, "0", False), (True, "1", True), (False, "1", False)):
         monkeypatch.setenv("TTY_COMPATIBLE", forced)
-        with terminal.showing_progress(wanted) as show:
+        with showing_progress("doctor", wanted=wanted) as show:
             show("weighing the ranks")
             time.sleep(0.3)
         out, err = capsys.readouterr()

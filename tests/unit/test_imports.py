@@ -16,6 +16,7 @@ ORDER = [
     "config",
     "layout",
     "trace",
+    "progress",
     "comm",
     "timeline",
     "broadcast",
