@@ -117,6 +117,12 @@ def _expected(stage: int, nshards: int, *, spare: bool) -> dict[str, float]:
     return {"wrap": wrap, **dict.fromkeys(POINTS[1:], steady)}
 
 
+def _assert_between(found_mb: float, expected_mb: float, fewer_mb: float, found: Measured) -> None:
+    """``fewer_mb``: a storage that need not exist, as a gradient that is reduced before the next one leaves its own."""
+    least_mb, most_mb = (expected_mb - fewer_mb) * (1 - TOLERANCE), expected_mb * (1 + TOLERANCE)
+    assert least_mb <= found_mb <= most_mb, f"{found_mb} is not in {least_mb} .. {most_mb}: {found}"
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
     ("nranks", "n_replicas", "backwards"), [(2, 1, 1), (2, 1, 2), (4, 1, 1), (4, 2, 1), (4, 2, 2)], ids=str
@@ -126,11 +132,12 @@ def test_every_point_of_a_step_is_what_the_formula_says(
 ) -> None:
     spare = n_replicas > 1 and backwards > 1 and stage > 1
     expected = _expected(stage, nranks // n_replicas, spare=spare)
+    fewer = BUCKET_MB if stage > 1 else 0.0
     for found in harness.run(_measure, nranks, n_replicas, backwards, {"stage": stage}):
         for point, mb in expected.items():
-            assert found.points[point] == pytest.approx(mb, rel=TOLERANCE), f"{point}: {found}"
+            _assert_between(found.points[point], mb, fewer if point != "wrap" else 0.0, found)
         assert found.formula_mb == pytest.approx(expected["step"], rel=TOLERANCE), found
-        assert found.report_mb == pytest.approx(found.formula_mb, rel=TOLERANCE), found
+        assert found.report_mb == pytest.approx(found.points["clear_grad"], rel=TOLERANCE), found
         assert found.peak_mb <= expected["step"] * (1 + TOLERANCE) + 2 * BUCKET_MB, f"autograd's own two: {found}"
         assert found.points["full_parameters"] <= found.points["clear_grad"] * (1 + TOLERANCE), "it keeps nothing"
 
@@ -157,6 +164,6 @@ def test_mixed_precision_costs_what_the_formula_says(mixed: dict[str, Any], stag
     gradients = gradient * (PARAMETERS_MB if stage == 1 else 2 * BUCKET_MB)
     expected = gathered + gradients + 4 * shard
     for found in harness.run(_measure, 2, 1, 1, {"stage": stage, **mixed}):
-        assert found.points["clear_grad"] == pytest.approx(expected, rel=TOLERANCE), found
+        _assert_between(found.points["clear_grad"], expected, gradient * BUCKET_MB if stage > 1 else 0.0, found)
         assert found.formula_mb == pytest.approx(expected, rel=TOLERANCE), found
         assert found.points["full_parameters"] <= found.points["clear_grad"] * (1 + TOLERANCE), "it keeps nothing"
