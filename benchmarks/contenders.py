@@ -103,7 +103,7 @@ def ours(*, shard_ranks: int | None = SHARD_RANKS, **flags: Any) -> Callable[[Sh
 
         strategy = fleet.DistributedStrategy()
         strategy.hybrid_configs = _degrees(paddle.distributed.get_world_size(), shard_ranks)
-        strategy.hp_sharding_configs = {"timeline": True, **flags, **more}
+        strategy.hp_sharding_configs = {**flags, **more}
         fleet.init(is_collective=True, strategy=strategy)
         model = fleet.distributed_model(build_model(shape))
         optimizer = fleet.distributed_optimizer(build_optimizer(model))

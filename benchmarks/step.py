@@ -105,7 +105,8 @@ def _be_rank(options: argparse.Namespace) -> None:
 
     def build() -> tuple[Trainee, Batches]:
         sizes = {"comm_buffer_size_MB": options.buffer_mb, "replicate_buffer_size_MB": options.replicate_mb}
-        trainee = CONTENDERS[options.as_rank].build(shape, sizes)
+        # An experiment looks into the steps that are timed.
+        trainee = CONTENDERS[options.as_rank].build(shape, {**sizes, "timeline": bool(options.experiment)})
         if options.experiment and trainee.timeline is not None:
             from benchmarks.probe import Probe
 

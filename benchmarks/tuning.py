@@ -184,10 +184,10 @@ def _set_up(groups: dict[Setting, Group]) -> dict[str, float]:
         _say(f"warming up {setting}")
         group.set_up()
         if not setting.is_auto:
-            group.take_turn(Turn(4, 1))
+            group.take_turn(Turn(4, 1, 0))
             continue
         for turn in range(_MAX_TUNING_TURNS):
-            parts = group.take_turn(Turn(_TUNING_TURN_STEPS - 1, 1))[0].parts
+            parts = group.take_turn(Turn(_TUNING_TURN_STEPS - 1, 1, 0))[0].parts
             tuned = {**parts, "steps": (turn + 1) * _TUNING_TURN_STEPS}
             if parts["is_over"]:
                 break

@@ -35,10 +35,14 @@ _GOODBYE_S = 15.0
 
 
 class Turn(NamedTuple):
-    """What a rank is asked to do: steps that are not timed, then steps that are."""
+    """What a rank is asked to do: steps that are not timed, steps that are, and steps that are recorded instead.
+
+    A record costs time, if little, so what is timed has none. Who has no timeline trains all the same.
+    """
 
     warmup_steps: int
     timed_steps: int
+    recorded_steps: int = 2
 
 
 @dataclass
@@ -55,7 +59,8 @@ class RankTurn:
         live_mb: what is allocated through Paddle after the last timed step, in units of 2**20 bytes.
         peak_mb: the most that was allocated during the timed steps.
         resident_mb: memory of the process that it does not share with others, after the last timed step.
-        timeline: medians over the timed steps, from hp_sharding's own record; empty for the others.
+        timeline: medians over the recorded steps, from hp_sharding's own record; empty for the others. Where the
+            timeline is always on, of the timed steps.
         parts: what ``Trainee.probe`` found; empty where there is none.
     """
 
@@ -193,8 +198,7 @@ def _train(trainee: Trainee, batches: Batches, turn: Turn) -> RankTurn:
         _step(trainee, batches, report)
     report.step_ms, report.phase_ms = [], {phase: [] for phase in PHASES}
     _time_steps(trainee, batches, turn.timed_steps, report)
-    if trainee.timeline is not None:
-        report.timeline = trainee.timeline.summary()
+    _record_steps(trainee, batches, turn.recorded_steps, report)
     trainee.drain()
     if trainee.probe is not None:
         report.parts = trainee.probe.summary()
@@ -219,6 +223,19 @@ def _time_steps(trainee: Trainee, batches: Batches, n_steps: int, report: RankTu
     if trainee.memory is not None:
         report.live_mb, report.peak_mb = trainee.memory.live_mb(), trainee.memory.peak_mb()
     report.resident_mb = _resident_mb()
+
+
+def _record_steps(trainee: Trainee, batches: Batches, n_steps: int, report: RankTurn) -> None:
+    line = trainee.timeline
+    records = line is not None and not line.enabled and n_steps > 0
+    if line is not None and not records:
+        report.timeline = line.summary()
+    aside = RankTurn(losses=report.losses)
+    with line.record(steps=n_steps) if records else contextlib.nullcontext():
+        for _ in range(n_steps):
+            _step(trainee, batches, aside)
+    if records:
+        report.timeline = line.summary()
 
 
 def _resident_mb() -> float:

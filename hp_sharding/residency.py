@@ -24,6 +24,7 @@ from . import backward
 from .buffer import FusedCommBuffer, Status
 from .foresight import Foresight, Phase
 from .gathers import Gathers, Place
+from .lookups import Lookups
 from .timeline import Timeline
 
 _ROOT = 0
@@ -121,6 +122,7 @@ class UnitGathers(Gathers):
         super().__init__(buffers, ahead=ahead, timeline=timeline)
         self.foresight: Foresight = Foresight() if before is None else before.foresight
         self._rules = rules
+        self._lookups = Lookups(rules.unit_buckets, [len(buffer.params) for buffer in buffers], rules.captured)
         self._uncounted = _small_units(buffers, rules) | {_ROOT}
         self._calls: list[Call] = []
         self._open: list[_Open] = []
@@ -143,7 +145,7 @@ class UnitGathers(Gathers):
         return self._calls[-1] if self._calls else None
 
     def enter(self, unit: int, *, trains: bool) -> None:
-        """A unit's forward begins; returns once its parameters are there."""
+        """A unit's forward begins; returns once those of its parameters are there that it may not look up."""
         if not self._calls and not self._pins and not backward.in_backward():
             self.foresight.begin_forward()
         call = Call(unit, self._backward)
@@ -162,6 +164,7 @@ class UnitGathers(Gathers):
             if self._calls:
                 self._calls[-1].inner |= call.places | call.inner
             if call.unit == unit:
+                self._lookups.learn(unit, call.places)
                 break
         self._release()
 
@@ -172,6 +175,8 @@ class UnitGathers(Gathers):
         if place.unit not in call.units:
             call.units[place.unit] = None
             self._use([place.unit], self._phase(trains))
+        if self.buffers[place.bucket].status is Status.SYNCING:
+            self.finish(place.bucket)
 
     def note_use_by_function(self) -> None:
         """A parameter was looked up, and not by a layer that belongs to its unit.
@@ -338,7 +343,7 @@ class UnitGathers(Gathers):
         return self.foresight.ahead(self._ahead + 1, self._uncounted) if self._ahead else []
 
     def _use(self, units: Iterable[int], phase: Phase) -> None:
-        """Makes units READY, starts those that are expected next, and lets go of all that is not needed.
+        """Makes units valid, starts those that are expected next, and lets go of all that is not needed.
 
         Where everything is there, as inside ``full_parameters``, a rank may run the model alone: that changes nothing.
         """
@@ -360,7 +365,8 @@ class UnitGathers(Gathers):
         if not self._deferred:
             self._start_expected()
         for unit in units:
-            for bucket in self._rules.unit_buckets[unit]:
+            backwards = phase is Phase.BACKWARD
+            for bucket in self._rules.unit_buckets[unit] if backwards else self._lookups.at_once(unit):
                 self.finish(bucket)
 
     def _expect(self, units: list[int], ahead: int) -> None:

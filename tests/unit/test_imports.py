@@ -32,6 +32,7 @@ ORDER = [
     "outputs",
     "foresight",
     "gathers",
+    "lookups",
     "residency",
     "places",
     "hooks",
