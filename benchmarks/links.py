@@ -2,9 +2,9 @@
 
 ``shaped(nhosts)`` makes one network namespace a host; two are joined by a cable, more by a bridge. Each end of each
 cable lets through ``rate_mbit``. What the emulation does, it does on the cores that train, as no real cable would: so
-there is no bridge where none is needed, and none with a packet filter. It needs root and the ``ip`` and ``tc``
-commands, and takes everything away at the end. ``loopback(nhosts)`` gives hosts of the same form that share the
-machine's own loopback, at whatever speed that has.
+there is no bridge where none is needed, none with a packet filter, and, whatever the machine is set to, a TCP that sets
+no timer for every segment. It needs root and the ``ip`` and ``tc`` commands, and takes everything away at the end.
+``loopback(nhosts)`` gives hosts of the same form that share the machine's own loopback, at whatever speed that has.
 
 Try it: ``python -m benchmarks.links`` says whether shaped links work here.
 """
@@ -29,6 +29,9 @@ RATE_MBIT = 1000
 _BURST_KB = 256
 _LATENCY_MS = 100
 _SUBNET = "10.213.77"
+# Acknowledgements alone set its pace. BBR keeps one of its own, by a timer for each segment. On a cable that loses
+# nothing all of them fill it; CUBIC, the most usual one, may not be asked for in a namespace.
+_CONGESTION_CONTROL = "net.ipv4.tcp_congestion_control=reno"
 _NO_FILTER = [f"net.bridge.bridge-nf-call-{table}=0" for table in ("iptables", "ip6tables", "arptables")]
 # Ethernet, IP and TCP headers with time stamps take 66 + 24 of every 1514 + 24 bytes on a real cable; the shaper counts
 # the frame without preamble, checksum and gap.
@@ -140,8 +143,7 @@ def _plug_in(switch: str, hosts: Sequence[Host]) -> None:
     """Joins the hosts by a bridge in a namespace of its own."""
     _ip("-n", switch, "link", "add", "bridge0", "type", "bridge")
     _ip("-n", switch, "link", "set", "bridge0", "up")
-    # Where the kernel knows no such filter there is nothing to switch off.
-    subprocess.run(["ip", "netns", "exec", switch, "sysctl", "-qw", *_NO_FILTER], check=False, capture_output=True)
+    _set(switch, *_NO_FILTER)
     for host in hosts:
         (name, own), (_, port) = host.ends
         _ip("link", "add", own, "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
@@ -154,6 +156,12 @@ def _bring_up(host: Host) -> None:
     _ip("-n", name, "address", "add", f"{host.address}/24", "dev", host.interface)
     _ip("-n", name, "link", "set", host.interface, "up")
     _ip("-n", name, "link", "set", "lo", "up")
+    _set(name, _CONGESTION_CONTROL)
+
+
+def _set(namespace: str, *settings: str) -> None:
+    """Where the kernel does not know one of them there is nothing to set."""
+    subprocess.run(["ip", "netns", "exec", namespace, "sysctl", "-qw", *settings], check=False, capture_output=True)
 
 
 def _shape(rate_mbit: int) -> list[str]:

@@ -37,7 +37,7 @@ _GOODBYE_S = 15.0
 class Turn(NamedTuple):
     """What a rank is asked to do: steps that are not timed, steps that are, and steps that are recorded instead.
 
-    A record costs time, if little, so what is timed has none. Who has no timeline trains all the same.
+    A record costs time, if little, so what is timed has none. Those are for who has a timeline.
     """
 
     warmup_steps: int
@@ -227,15 +227,14 @@ def _time_steps(trainee: Trainee, batches: Batches, n_steps: int, report: RankTu
 
 def _record_steps(trainee: Trainee, batches: Batches, n_steps: int, report: RankTurn) -> None:
     line = trainee.timeline
-    records = line is not None and not line.enabled and n_steps > 0
-    if line is not None and not records:
-        report.timeline = line.summary()
-    aside = RankTurn(losses=report.losses)
-    with line.record(steps=n_steps) if records else contextlib.nullcontext():
-        for _ in range(n_steps):
-            _step(trainee, batches, aside)
-    if records:
-        report.timeline = line.summary()
+    if line is None:
+        return
+    if not line.enabled and n_steps > 0:
+        aside = RankTurn(losses=report.losses)
+        with line.record(steps=n_steps):
+            for _ in range(n_steps):
+                _step(trainee, batches, aside)
+    report.timeline = line.summary()
 
 
 def _resident_mb() -> float:
