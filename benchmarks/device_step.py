@@ -140,6 +140,8 @@ def _be_rank(options: argparse.Namespace) -> None:
     def build() -> tuple[Trainee, Batches]:
         sizes = {"comm_buffer_size_MB": options.buffer_mb, "replicate_buffer_size_MB": options.replicate_mb}
         trainee = CONTENDERS[options.as_rank].build(shape, {**sizes, "timeline": options.timeline})
+        if not options.timeline:
+            trainee.timeline = None  # so that no steps are recorded, either
         if options.modelled_compute:
             from benchmarks.device_compute import pause_in_matmuls
 

@@ -364,9 +364,9 @@ class UnitGathers(Gathers):
         self._deferred = phase is Phase.BACKWARD and self._others_end()
         if not self._deferred:
             self._start_expected()
+        whole = phase is Phase.BACKWARD
         for unit in units:
-            backwards = phase is Phase.BACKWARD
-            for bucket in self._rules.unit_buckets[unit] if backwards else self._lookups.at_once(unit):
+            for bucket in self._rules.unit_buckets[unit] if whole else self._lookups.at_once(unit):
                 self.finish(bucket)
 
     def _expect(self, units: list[int], ahead: int) -> None:

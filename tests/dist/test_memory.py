@@ -117,7 +117,7 @@ def _expected(stage: int, nshards: int, *, spare: bool) -> dict[str, float]:
     return {"wrap": wrap, **dict.fromkeys(POINTS[1:], steady)}
 
 
-def _assert_between(found_mb: float, expected_mb: float, fewer_mb: float, found: Measured) -> None:
+def _assert_between(found_mb: float, expected_mb: float, fewer_mb: float, found: object) -> None:
     """``fewer_mb``: a storage that need not exist, as a gradient that is reduced before the next one leaves its own."""
     least_mb, most_mb = (expected_mb - fewer_mb) * (1 - TOLERANCE), expected_mb * (1 + TOLERANCE)
     assert least_mb <= found_mb <= most_mb, f"{found_mb} is not in {least_mb} .. {most_mb}: {found}"
@@ -135,9 +135,10 @@ def test_every_point_of_a_step_is_what_the_formula_says(
     fewer = BUCKET_MB if stage > 1 else 0.0
     for found in harness.run(_measure, nranks, n_replicas, backwards, {"stage": stage}):
         for point, mb in expected.items():
-            _assert_between(found.points[point], mb, fewer if point != "wrap" else 0.0, found)
+            _assert_between(found.points[point], mb, fewer if point != "wrap" else 0.0, (point, found))
         assert found.formula_mb == pytest.approx(expected["step"], rel=TOLERANCE), found
         assert found.report_mb == pytest.approx(found.points["clear_grad"], rel=TOLERANCE), found
+        _assert_between(found.report_mb, found.formula_mb, fewer, found)
         assert found.peak_mb <= expected["step"] * (1 + TOLERANCE) + 2 * BUCKET_MB, f"autograd's own two: {found}"
         assert found.points["full_parameters"] <= found.points["clear_grad"] * (1 + TOLERANCE), "it keeps nothing"
 
