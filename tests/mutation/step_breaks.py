@@ -121,11 +121,18 @@ WAITS = [
     Break(
         "residency.py",
         "a unit is used before it is there",
-        """            for bucket in self._rules.unit_buckets[unit]:
+        """ else self._lookups.at_once(unit):
                 self.finish(bucket)
 
     def _expect""",
-        "            pass\n\n    def _expect",
+        " else self._lookups.at_once(unit):\n                pass\n\n    def _expect",
+        (played("stage 3"),),
+    ),
+    Break(
+        "residency.py",
+        "a parameter that is looked up is not waited for, stage 3",
+        "            self.finish(place.bucket)\n",
+        "            pass\n",
         (played("stage 3"),),
     ),
     Break(
