@@ -78,6 +78,10 @@ class Foundation(NamedTuple):
         """Structured name of each parameter -> its bucket's number."""
         return {self.members[slot.param].spec.name: layout.number for layout in layouts for slot in layout.slots}
 
+    def param_names(self) -> dict[int, str]:
+        """``id`` of each parameter -> its structured name. The parameters live at least as long as the model."""
+        return {id(member.param): member.spec.name for member in self.members}
+
 
 class Parts(NamedTuple):
     """What works on the buckets: reduces their gradients, keeps them, and updates from them."""

@@ -26,6 +26,7 @@ from .comm import (
 )  # fmt: skip
 from .config import ShardingConfig
 from .errors import ConfigError
+from .failure import FailureReporter
 from .layout import ITEM_BYTES, BucketLayout, ParamSpec, plan_buckets
 from .optimizer import ShardedOptimizer
 from .plain import PlainOptimizer
@@ -269,6 +270,7 @@ def build(
     kept = _kept_units(plan, config)
     held = {id(param) for param in optimizer_params(optimizer)}
     entries = [entry for entry in plan.params if _is_sharded(entry.param, held, config)]
+    bare_lanes = lanes
     compared = Fingerprint(lanes[fingerprint.LANE]) if fingerprint.LANE in lanes else None
     if compared is not None:
         lanes = compared.watch({name: lane for name, lane in lanes.items() if name != fingerprint.LANE})
@@ -304,6 +306,9 @@ def build(
         fingerprint=compared,
     )
     timeline.subject = ShardedSubject(sharded, plan, lanes.get("tensor"))
+    schedule.reporter = FailureReporter(
+        schedule, timeline, compared.history, lanes=bare_lanes, names=foundation.param_names()
+    )
     if config.tunes:
         sharded.tuning = Tuner(sharded, foundation, config)
     keep_schedule(model, schedule)

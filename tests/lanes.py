@@ -16,6 +16,7 @@ import paddle
 
 from hp_sharding.comm import Communicator, Work, current_device, fingerprint
 from hp_sharding.comm.memory import bytes_of
+from hp_sharding.comm.statements import Statements
 from hp_sharding.config import ShardingConfig
 from hp_sharding.optimizer import ShardedOptimizer
 from hp_sharding.sharding import Grid, broadcast_model, build, connect
@@ -118,6 +119,13 @@ class LateLane(Communicator):
     @property
     def is_broken(self) -> bool:
         return self._inner.is_broken
+
+    @property
+    def statements(self) -> Statements | None:
+        return self._inner.statements
+
+    def n_under_way(self) -> int:
+        return self._inner.n_under_way()
 
     def close(self) -> None:
         """The lane below is shared with later tests."""

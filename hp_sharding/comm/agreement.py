@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from .statements import Statements
+
 # How long a process that is alive may take to say so: its watcher answers whatever its script does.
 _ROLL_CALL_S = 2.0
 
@@ -85,12 +87,17 @@ class Agreement:
         ranks: global ranks of the group.
         me: this process's global rank.
         tell: sends a message to all other members; must not call back.
+
+    Attributes:
+        broken: why nothing goes on any more; None while all is well.
+        statements: what the members say of themselves then.
     """
 
     def __init__(self, ranks: tuple[int, ...], me: int, tell: Callable[[Message], None]) -> None:
         self.ranks = ranks
         self.me = me
         self.broken: Cause | None = None
+        self.statements = Statements(ranks, me, tell)
         self._tell = tell
         # One lock for all, but a condition for each lane: what concerns one does not wake the threads of the others.
         self._lock = threading.Lock()
@@ -162,9 +169,16 @@ class Agreement:
             self._tell(["abort", cause.text, cause.peer])
         for ledger in self._ledgers.values():
             ledger.listener.drop_after(-1, cause)
+        self.statements.note_failure()
 
-    def cause_of(self, error: Exception, timeout_s: float) -> Cause:
+    def n_finished(self, lane: str) -> int:
+        """How many collectives of the lane have ended well."""
+        return self._ledgers[lane].finished + 1
+
+    def cause_of(self, text: str, timeout_s: float) -> Cause:
         """Why a transfer failed: a connection does not say whose fault it is, but a dead or a silent member tells.
+
+        ``text`` says what has been seen.
 
         Blocks for up to ``timeout_s``; not for the thread that calls ``hear``.
         """
@@ -172,7 +186,6 @@ class Agreement:
         with self._lock:
             if self.broken is not None:
                 return self.broken
-        text = f"the transfer failed: {str(error) or repr(error)}"
         if silent:
             return Cause(f"{_names(silent)} does not answer: stopped, or cut off; {text}", silent[0])
         return Cause(text)
@@ -247,12 +260,15 @@ class Agreement:
             with self._lock:
                 self._answers.add(peer)
                 self._answered.notify_all()
+        elif kind == "state":
+            self.statements.hear(peer, rest[0])
         elif kind == "abort":
             at_fault = rest[1] if isinstance(rest[1], int) else peer
             self.break_off(Cause(f"rank {peer} gave up: {rest[0]}", at_fault), tell=False)
 
     def lost(self, peer: int) -> None:
         """Takes in that a member's connection has ended."""
+        self.statements.lose(peer)
         with self._lock:
             at_peace = all(peer in ledger.quiet for ledger in self._ledgers.values())
         if not at_peace:

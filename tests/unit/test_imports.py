@@ -44,6 +44,7 @@ ORDER = [
     "reduction",
     "ownership",
     "schedule",
+    "failure",
     "numerics",
     "nonfinite",
     "fusing",
