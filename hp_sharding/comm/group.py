@@ -120,6 +120,7 @@ class TcpGroup:
         )
 
     def _check_overdue(self) -> None:
+        self._agreement.check_standstill()
         lane = self._agreement.overdue(self._timeout_s)
         if lane is not None:
             text = f"the transfer on lane {lane!r} did not end within {self._timeout_s:g} s after all ranks had arrived"

@@ -22,6 +22,7 @@ from .communicator import Communicator, Work
 from .links import TcpLinks
 from .memory import ELEMENT_TYPES, Bytes, bytes_of
 from .ring import Ring, even_chunks
+from .standstill import Standstill
 from .sums import Adder
 from .wire import Carried, carried, plain
 
@@ -33,7 +34,7 @@ _NEWS_S = 2.0
 class TcpWork(Work):
     """A collective that a lane's thread carries out."""
 
-    def __init__(self, lane: str, sequence: int, token: Token, op: str, rank: int) -> None:
+    def __init__(self, lane: str, sequence: int, token: Token, op: str, rank: int, standstill: Standstill) -> None:
         self.op = op
         self.label = token.label
         self.lane = lane
@@ -43,6 +44,7 @@ class TcpWork(Work):
         self.sequence = sequence
         self.token = token
         self._rank = rank
+        self._standstill = standstill
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._error: tuple[str, int | None] | None = None
@@ -50,7 +52,12 @@ class TcpWork(Work):
 
     def wait(self) -> None:
         """See ``Work``."""
-        self._over.wait()
+        if not self._over.is_set():
+            self._standstill.begin_wait(self)
+            try:
+                self._over.wait()
+            finally:
+                self._standstill.end_wait(self)
         if self._error is not None:
             text, peer = self._error
             raise CommError(text, op=self.op, label=self.label, lane=self.lane, rank=self._rank, peer=peer)
@@ -58,6 +65,10 @@ class TcpWork(Work):
     def done(self) -> bool:
         """See ``Work``."""
         return self._over.is_set()
+
+    def describe(self) -> str:
+        """What it is, for messages."""
+        return str(self.token)
 
     def failed(self) -> bool:
         """True if ``wait()`` would raise."""
@@ -250,13 +261,14 @@ class TcpCommunicator(Communicator):
         op = what.partition(" ")[0]
         with self._submitting:
             refusal = self._agreement.refusal(self.lane)
-            work = TcpWork(self.lane, self._next_sequence, token, op, self._me)
+            work = TcpWork(self.lane, self._next_sequence, token, op, self._me, self._agreement.standstill)
             if refusal is not None:
                 work.end(refusal)
                 # A peer that has reached the end of the script sooner is no fault as long as nobody needs the result.
                 if self._is_closed or self._agreement.broken is not None:
                     work.wait()
                 return work
+            self._agreement.standstill.launch(self.lane, self._next_sequence)
             self._next_sequence += 1
             self._outstanding.append(work)
             # A rank that still waits for another collective is not ready for this one: the others must not enter yet.
