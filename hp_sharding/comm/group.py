@@ -128,6 +128,7 @@ class TcpGroup:
         )
 
     def _check_overdue(self) -> None:
+        self._agreement.check_standstill()
         lane = self._agreement.overdue(self._timeout_s)
         if lane is not None and not self._gives_up:
             self._gives_up = True

@@ -51,7 +51,12 @@ class TcpWork(Work):
 
     def wait(self) -> None:
         """See ``Work``."""
-        self._over.wait()
+        if not self._over.is_set():
+            self._agreement.standstill.begin_wait(self)
+            try:
+                self._over.wait()
+            finally:
+                self._agreement.standstill.end_wait(self)
         if self._error is not None:
             raise self._agreement.statements.explained(self._failure())
 
@@ -64,6 +69,10 @@ class TcpWork(Work):
     def done(self) -> bool:
         """See ``Work``."""
         return self._over.is_set()
+
+    def describe(self) -> str:
+        """What it is, for messages."""
+        return str(self.token)
 
     def failed(self) -> bool:
         """True if ``wait()`` would raise."""
@@ -272,6 +281,7 @@ class TcpCommunicator(Communicator):
             refusal = self._agreement.refusal(self.lane)
             work = TcpWork(self.lane, self._next_sequence, token, op, self._agreement)
             if refusal is None:
+                self._agreement.standstill.launch(self.lane, self._next_sequence)
                 self._next_sequence += 1
                 self._outstanding.append(work)
                 # A rank that still waits for another collective is not ready for this one: the others must not enter.
