@@ -74,9 +74,11 @@ def raise_divergence(fingerprint: Fingerprint, prints: Prints, lanes: Sequence[C
         meeting.rounds(1)
     for lane in fingerprint.lanes.values():
         lane.break_off(text)
-    if found is None:
-        raise CommError(text, rank=mine.rank)
-    raise CommError(text, lane=found.lane, rank=mine.rank, peer=found.theirs.rank)
+    error = CommError(text, rank=mine.rank)
+    if found is not None:
+        error = CommError(text, lane=found.lane, rank=mine.rank, peer=found.theirs.rank)
+    statements = lanes[-1].statements
+    raise error if statements is None else statements.explained(error)
 
 
 def tell(fingerprint: Fingerprint, prints: Prints, lanes: Sequence[Communicator]) -> Told:

@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from .buffer import FusedCommBuffer, Status
-from .comm import Communicator
+from .comm import Communicator, called
 from .comm.history import History, Launch
 from .comm.statements import Statement, Statements, answer_deadline_s
 from .errors import CommError
@@ -70,6 +70,8 @@ class FailureReporter:
         self._timeline = timeline
         self._history = history
         self._lanes = dict(lanes)
+        # So that the report and the errors mean the same: lanes have carried something before this model.
+        self._first = {name: lane.next_number for name, lane in lanes.items()}
         self._names = names
         self._making = threading.Lock()
         self._body: list[str] | None = None
@@ -80,7 +82,9 @@ class FailureReporter:
 
     def statement(self) -> Statement:
         """Part of ``statements.Reporter``."""
-        return {"lanes": {name: _lane_statement(lane, self._history, name) for name, lane in self._lanes.items()}}
+        lanes = self._lanes.items()
+        recent = {name: self._history.recent(name, _SENT) for name in self._lanes}
+        return {"lanes": {name: _lane_statement(lane, recent[name], self._first[name]) for name, lane in lanes}}
 
     def report(self, error: CommError) -> str:
         """Part of ``statements.Reporter``."""
@@ -92,10 +96,10 @@ class FailureReporter:
             if self._body is None:
                 # First: it may change while the others are waited for.
                 states = states_of(schedule.buffers, schedule.reducer, self._names)
-                self._body = [*_about_buckets(error.rank, states), *self._about_ranks(error, layers)]
+                self._body = [*_about_buckets(error.rank, states), *self._about_ranks(error)]
         return "\n".join([*about_label(error.label, schedule.buffers, layers), *self._body])
 
-    def _about_ranks(self, error: CommError, layers: Mapping[str, str]) -> list[str]:
+    def _about_ranks(self, error: CommError) -> list[str]:
         deadline_s = answer_deadline_s()
         said: dict[int, Statement] = {}
         for channel in self._channels:
@@ -103,7 +107,7 @@ class FailureReporter:
             channel.speak()
         for channel in self._channels:
             said.update(channel.collect(deadline_s))
-        return about_ranks(said, asked=_asked(self._channels), error=error, layers=layers)
+        return about_ranks(said, asked=_asked(self._channels), error=error)
 
 
 def _asked(channels: Iterable[Statements]) -> dict[int, bool]:
@@ -111,12 +115,12 @@ def _asked(channels: Iterable[Statements]) -> dict[int, bool]:
     return {rank: rank in lost for channel in channels for lost in [channel.lost()] for rank in channel.ranks}
 
 
-def _lane_statement(lane: Communicator, history: History, name: str) -> dict[str, Any]:
-    last = history.recent(name, _SENT) if name in history.lanes else []
+def _lane_statement(lane: Communicator, recent: Sequence[Launch], first: int) -> dict[str, Any]:
     now_s = time.perf_counter()
+    last = [each._replace(number=first + each.number) for each in recent]
     return {
         "ranks": list(lane.ranks),
-        "launched": last[-1].number + 1 if last else 0,
+        "launched": last[-1].number + 1 if last else first,
         "under_way": lane.n_under_way(),
         "last": [[each.number, each.op, each.label, each.nbytes, round(now_s - each.at_s, 2)] for each in last],
     }
@@ -198,20 +202,17 @@ def about_label(label: str, buffers: Sequence[FusedCommBuffer], layers: Mapping[
 # -- ranks ---------------------------------------------------------------------------------------------------------
 
 
-def about_ranks(
-    said: Mapping[int, Statement], *, asked: Mapping[int, bool], error: CommError, layers: Mapping[str, str]
-) -> list[str]:
+def about_ranks(said: Mapping[int, Statement], *, asked: Mapping[int, bool], error: CommError) -> list[str]:
     """What the ranks have launched last, where they part, and where they stand.
 
     Args:
         said: the statements of those that have answered.
         asked: all ranks, and whether the connection to each has ended.
         error: the failure.
-        layers: of each bucket.
     """
     first = [rank for rank in (error.rank, error.peer) if rank in asked]
     ranks = list(dict.fromkeys([*first, *sorted(asked)]))
-    lines = _partings(said, error.rank, layers)
+    lines = _partings(said, error.rank)
     for rank in ranks[:_MAX_RANKS]:
         if rank in said:
             lines += _about_rank(rank, said[rank], stands=rank != error.rank)
@@ -226,7 +227,7 @@ def about_ranks(
 def _about_rank(rank: int, said: Statement, *, stands: bool) -> list[str]:
     lines = [f"  rank {rank} has launched, when it heard of this:"]
     for name, lane in said.get("lanes", {}).items():
-        if lane["launched"]:
+        if lane["last"]:
             lines.append(f"    lane '{name}': {_counts(lane)}: {_latest(lane)}")
     if len(lines) == 1:
         lines = [f"  rank {rank} has launched nothing"] if "lanes" in said else [f"  rank {rank} has no sharded model"]
@@ -254,12 +255,12 @@ def _what(launch: Launch) -> str:
     return f"{launch.op} of '{launch.label}' ({_size(launch.nbytes)})"
 
 
-def _partings(said: Mapping[int, Statement], me: int, layers: Mapping[str, str]) -> list[str]:
+def _partings(said: Mapping[int, Statement], me: int) -> list[str]:
     """For each lane, the first launch that another rank has otherwise, or has not come to."""
     lines = []
     for name, mine in said.get(me, {}).get("lanes", {}).items():
         for peer, theirs in ((peer, said[peer].get("lanes", {}).get(name)) for peer in sorted(said) if peer != me):
-            line = _parting(name, (me, mine), (peer, theirs), layers) if theirs and _alike(mine, theirs) else None
+            line = _parting(name, (me, mine), (peer, theirs)) if theirs and _alike(mine, theirs) else None
             if line is not None:
                 lines.append(line)
                 break
@@ -271,22 +272,20 @@ def _alike(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
     return bool(mine["ranks"] == theirs["ranks"])
 
 
-def _parting(
-    lane: str, mine: tuple[int, Mapping[str, Any]], theirs: tuple[int, Mapping[str, Any]], layers: Mapping[str, str]
-) -> str | None:
+def _parting(lane: str, mine: tuple[int, Mapping[str, Any]], theirs: tuple[int, Mapping[str, Any]]) -> str | None:
     (me, my_lane), (peer, peer_lane) = mine, theirs
     ours, others = _by_number(my_lane), _by_number(peer_lane)
     for number in sorted(ours.keys() & others.keys()):
         if ours[number][1:4] != others[number][1:4]:
             return (
-                f"  lane '{lane}' differs from number {number} on: rank {me} has {_with_layers(ours[number], layers)}, "
-                f"rank {peer} has {_with_layers(others[number], layers)}"
+                f"  lane '{lane}' differs from number {number} on: rank {me} has {_called(ours[number])}, "
+                f"rank {peer} has {_called(others[number])}"
             )
     n_mine, n_theirs = my_lane["launched"], peer_lane["launched"]
     ahead, behind, next_one = (me, peer, ours.get(n_theirs)) if n_mine > n_theirs else (peer, me, others.get(n_mine))
     if n_mine == n_theirs:
         return None
-    what = f", {_with_layers(next_one, layers)}" if next_one is not None else ""
+    what = f", {_called(next_one)}" if next_one is not None else ""
     return (
         f"  lane '{lane}': rank {behind} has not come to number {min(n_mine, n_theirs)}{what}; rank {ahead} has "
         f"launched {abs(n_mine - n_theirs)} more"
@@ -297,9 +296,8 @@ def _by_number(lane: Mapping[str, Any]) -> dict[int, Launch]:
     return {launch.number: launch for launch in (Launch(*each) for each in lane["last"])}
 
 
-def _with_layers(launch: Launch, layers: Mapping[str, str]) -> str:
-    carried = f", layers {layer_of(launch.label, layers)}" if is_bucket(launch.label, layers) else ""
-    return f"{_what(launch)}{carried}"
+def _called(launch: Launch) -> str:
+    return called(launch.op, launch.nbytes, launch.label)
 
 
 def _size(nbytes: int) -> str:

@@ -124,6 +124,10 @@ class LateLane(Communicator):
     def statements(self) -> Statements | None:
         return self._inner.statements
 
+    @property
+    def next_number(self) -> int:
+        return self._inner.next_number
+
     def n_under_way(self) -> int:
         return self._inner.n_under_way()
 

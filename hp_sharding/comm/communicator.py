@@ -151,6 +151,11 @@ class Communicator(ABC):
         """
         return None
 
+    @property
+    def next_number(self) -> int:
+        """The number by which errors will call the next collective of this lane; 0 where they give none."""
+        return 0
+
     def n_under_way(self) -> int:
         """How many of its collectives are not over, as far as is known, failed ones included. Never blocks."""
         return 0

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     import paddle
 
+    from .statements import Statements
+
 BITS = 32
 """Of a fingerprint."""
 _MASK = (1 << BITS) - 1
@@ -132,6 +134,20 @@ class WatchedLane(Communicator):
     def is_broken(self) -> bool:
         """See ``Communicator``."""
         return self._inner.is_broken
+
+    @property
+    def statements(self) -> Statements | None:
+        """See ``Communicator``."""
+        return self._inner.statements
+
+    @property
+    def next_number(self) -> int:
+        """See ``Communicator``."""
+        return self._inner.next_number
+
+    def n_under_way(self) -> int:
+        """See ``Communicator``."""
+        return self._inner.n_under_way()
 
     def break_off(self, reason: str) -> None:
         """See ``Communicator``."""

@@ -242,6 +242,11 @@ class TcpCommunicator(Communicator):
         """See ``Communicator``."""
         return self._agreement.statements
 
+    @property
+    def next_number(self) -> int:
+        """See ``Communicator``."""
+        return self._next_sequence
+
     def n_under_way(self) -> int:
         """See ``Communicator``."""
         return self._next_sequence - self._agreement.n_finished(self.lane)

@@ -171,9 +171,9 @@ def test_a_rank_that_takes_another_branch_in_stage_3() -> None:
         assert "gone different ways" in seen.message
         difference = next(line for line in seen.report.splitlines() if "differs from number" in line)
         assert "rank 0 has all_gather" in difference
-        assert "layers blocks.2" in difference
+        assert "layer 'blocks.2'" in difference
         assert "rank 1 has all_gather" in difference
-        assert "layers blocks.3" in difference
+        assert "layer 'blocks.3'" in difference
         assert seen.after_s < TIMEOUT_S, "nobody waits for that"
 
 

@@ -146,14 +146,14 @@ def _says(lane: dict[str, Any], **more: Any) -> Statement:
 
 
 def _lines(said: dict[int, Statement], asked: dict[int, bool] | None = None) -> list[str]:
-    return about_ranks(said, asked=asked or dict.fromkeys(said, False), error=ERROR, layers=LAYERS)
+    return about_ranks(said, asked=asked or dict.fromkeys(said, False), error=ERROR)
 
 
 def test_the_first_launch_that_differs_is_named_with_both_ranks_and_layers() -> None:
     lines = _lines({0: _says(_lane("ab")), 1: _says(_lane("ab")), 2: _says(_lane("ac"))})
     assert lines[0] == (
-        "  lane 'gather' differs from number 1 on: rank 0 has all_gather of '1:b1' (2.0 KB), layers "
-        "blocks.0..blocks.2, rank 2 has all_gather of '2:b2' (2.0 KB), layers blocks.3"
+        "  lane 'gather' differs from number 1 on: rank 0 has all_gather of 2048 bytes labelled '1:b1', of layer 'b1', "
+        "rank 2 has all_gather of 2048 bytes labelled '2:b2', of layer 'b2'"
     )
 
 
@@ -161,8 +161,8 @@ def test_the_first_launch_that_differs_is_named_with_both_ranks_and_layers() -> 
 def test_who_is_behind_is_named_with_what_it_lacks(mine: str, theirs: str, behind: int, ahead: int) -> None:
     lines = _lines({0: _says(_lane(mine)), 2: _says(_lane(theirs))})
     assert lines[0] == (
-        f"  lane 'gather': rank {behind} has not come to number 2, all_gather of '2:b2' (2.0 KB), layers blocks.3; "
-        f"rank {ahead} has launched 1 more"
+        f"  lane 'gather': rank {behind} has not come to number 2, all_gather of 2048 bytes labelled '2:b2', of layer "
+        f"'b2'; rank {ahead} has launched 1 more"
     )
 
 
