@@ -34,7 +34,7 @@ _NEWS_S = 2.0
 class TcpWork(Work):
     """A collective that a lane's thread carries out."""
 
-    def __init__(self, lane: str, sequence: int, token: Token, op: str, rank: int, standstill: Standstill) -> None:
+    def __init__(self, lane: str, sequence: int, token: Token, op: str, standstill: Standstill) -> None:
         self.op = op
         self.label = token.label
         self.lane = lane
@@ -43,7 +43,7 @@ class TcpWork(Work):
         self.end_s: float | None = None
         self.sequence = sequence
         self.token = token
-        self._rank = rank
+        self._rank = standstill.me
         self._standstill = standstill
         self._over = threading.Event()
         self._lock = threading.Lock()
@@ -261,7 +261,7 @@ class TcpCommunicator(Communicator):
         op = what.partition(" ")[0]
         with self._submitting:
             refusal = self._agreement.refusal(self.lane)
-            work = TcpWork(self.lane, self._next_sequence, token, op, self._me, self._agreement.standstill)
+            work = TcpWork(self.lane, self._next_sequence, token, op, self._agreement.standstill)
             if refusal is not None:
                 work.end(refusal)
                 # A peer that has reached the end of the script sooner is no fault as long as nobody needs the result.
