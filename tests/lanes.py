@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import paddle
 
-from hp_sharding.comm import Communicator, Work, current_device, fingerprint
+from hp_sharding.comm import Communicator, Work, current_device
 from hp_sharding.comm.memory import bytes_of
 from hp_sharding.comm.statements import Statements
 from hp_sharding.config import ShardingConfig
@@ -175,7 +175,6 @@ def wrap(
     on_device = current_device().has_streams
     delay_s = 0.0 if on_device else delay_s
     late = {name: LateLane(lane, calls, delay_s) if poison else lane for name, lane in lanes.items()}
-    late[fingerprint.LANE] = lanes[fingerprint.LANE]
     pool = PoisoningPool() if poison and not on_device else None
     return Wrapped(model, build(model, inner, ShardingConfig(**settings), lanes=late, pool=pool), calls)
 

@@ -63,14 +63,18 @@ class Standstill:
     Args:
         me: this process's global rank.
         tell: sends a message to all other members.
+
+    Attributes:
+        me: see above.
     """
 
     def __init__(self, me: int, tell: Callable[[list[object]], None]) -> None:
-        self._me = me
+        self.me = me
         self._tell = tell
         self._launched: dict[str, int] = {}
         self._last_launcher: threading.Thread | None = None
         self._launchers: set[threading.Thread] = set()
+        self._changing = threading.Lock()
         self._awaited: Awaited | None = None
         self._waiter: threading.Thread | None = None
         self._since_s = 0.0
@@ -82,8 +86,9 @@ class Standstill:
         self._launched[lane] = sequence + 1
         thread = threading.current_thread()
         if thread is not self._last_launcher:
-            self._last_launcher = thread
-            self._launchers = {*self._launchers, thread}
+            with self._changing:
+                self._last_launcher = thread
+                self._launchers = {thread, *(other for other in self._launchers if other.is_alive())}
 
     def begin_wait(self, work: Awaited) -> None:
         """The calling thread waits for a collective that is not over."""
@@ -102,12 +107,13 @@ class Standstill:
         if work is None or work is self._told or time.monotonic() - self._since_s < _PATIENCE_S:
             return None
         wait = Wait(work.lane, work.sequence, work.describe(), dict(self._launched))
-        self._launchers = {thread for thread in self._launchers if thread.is_alive()}
-        if self._launchers != {self._waiter} or self._awaited is not work or work.done():
+        others = any(thread.is_alive() for thread in self._launchers if thread is not self._waiter)
+        # Looked at last: as it still waits, it has launched nothing since.
+        if others or self._awaited is not work or work.done():
             return None
         self._told = work
         self._tell(["wait", *wait])
-        return self._note(self._me, wait)
+        return self._note(self.me, wait)
 
     def hear(self, peer: int, wait: Wait) -> Ring | None:
         """Takes in what another rank has told. Returns the ring that shows by it, or None."""
@@ -126,7 +132,7 @@ class Standstill:
             f"the ranks have gone different ways and wait for each other, {', '.join(waits)}; all ranks must start the "
             "same collectives in one order"
         )
-        return Ring(text, ring[(ring.index(self._me) + 1) % len(ring)] if self._me in ring else ring[0])
+        return Ring(text, ring[(ring.index(self.me) + 1) % len(ring)] if self.me in ring else ring[0])
 
     def _ring(self, path: list[int], seen: set[int] | None = None) -> list[int] | None:
         """A way from the first of ``path``, along who waits for whom, back to it."""
