@@ -196,7 +196,8 @@ def about_label(label: str, buffers: Sequence[FusedCommBuffer], layers: Mapping[
     carried = buffers[found[0] : found[-1] + 1] if found else []
     n_params, nbytes = sum(len(each.params) for each in carried), sum(each.layout.nbytes for each in carried)
     what = f"bucket '{first}'" if not last else f"buckets '{first}' to '{last}'"
-    return [f"  it carries {what}: layers {layer_of(label, layers)}, {n_params} parameters, {_size(nbytes)}"]
+    params = "1 parameter" if n_params == 1 else f"{n_params} parameters"
+    return [f"  it carries {what}: layers {layer_of(label, layers)}, {params}, {_size(nbytes)}"]
 
 
 # -- ranks ---------------------------------------------------------------------------------------------------------
@@ -228,7 +229,7 @@ def _about_rank(rank: int, said: Statement, *, stands: bool) -> list[str]:
     lines = [f"  rank {rank} has launched, when it heard of this:"]
     for name, lane in said.get("lanes", {}).items():
         if lane["last"]:
-            lines.append(f"    lane '{name}': {_counts(lane)}: {_latest(lane)}")
+            lines += [f"    lane '{name}': {_counts(lane)}", *_latest(lane)]
     if len(lines) == 1:
         lines = [f"  rank {rank} has launched nothing"] if "lanes" in said else [f"  rank {rank} has no sharded model"]
     if stands and said.get("at"):
@@ -241,14 +242,14 @@ def _counts(lane: Mapping[str, Any]) -> str:
     return f"{launched} launched, {f'{under_way} not over' if under_way else 'all over'}"
 
 
-def _latest(lane: Mapping[str, Any]) -> str:
+def _latest(lane: Mapping[str, Any]) -> list[str]:
     launches = [Launch(*each) for each in lane["last"]]
     oldest = lane["launched"] - max(lane["under_way"], 1)
     shown = [each for each in launches if each.number >= oldest]
     if len(shown) > _SHOWN:
         # What it waits for, and what it has come to.
         shown = [*shown[: _SHOWN - 1], shown[-1]]
-    return "; ".join(f"number {each.number}, {_what(each)}, {each.at_s:.1f} s before" for each in shown)
+    return [f"      number {each.number}, {_what(each)}, {each.at_s:.1f} s before" for each in shown]
 
 
 def _what(launch: Launch) -> str:

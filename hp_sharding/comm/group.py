@@ -62,6 +62,7 @@ class TcpGroup:
 
     def leave(self) -> None:
         """Tells the others that this rank ends all lanes; they answer by themselves, whatever their scripts do."""
+        self._agreement.statements.say_goodbye()
         cause = Cause(f"rank {self._me} has ended its script", self._me)
         self._agreement.leave(list(self.communicators), cause)
 

@@ -30,6 +30,7 @@ _ANSWER_S = 2.0
 _MAX_BYTES = 12_000
 """Of a statement: no more than a connection takes at once, even one at whose end nobody reads."""
 _N_PLACES = 5
+_MAX_ERROR_CHARS = 300
 _OURS = f"{Path(__file__).resolve().parents[1]}{os.sep}"
 _PADDLES = f"{Path(str(paddle.__file__)).resolve().parent}{os.sep}"
 _PYTHONS = f"{Path(os.__file__).resolve().parent}{os.sep}"
@@ -85,6 +86,16 @@ class Statements:
         """Nothing goes on any more: has this rank speak, where a model is wrapped. Does not block."""
         if self._reporter() is not None:
             self.speak()
+
+    def say_goodbye(self) -> None:
+        """The script ends: where an exception has ended it the others shall know which. Blocks while that is sent."""
+        if getattr(sys, "last_value", None) is None or self._reporter() is None:
+            return
+        with self._changed:
+            if self._speaks:
+                return
+            self._speaks = True
+        self._speak()
 
     def speak(self) -> None:
         """Tells the others what this rank is at, unless it has done so. Does not block."""
@@ -180,7 +191,7 @@ class _Place(NamedTuple):
 def main_thread_stands_at() -> list[str]:
     """Where the main thread of this process is, the innermost place last; of its calls those in the user's own code.
 
-    Where none is the user's: the innermost ones. What has ended the script stands there too.
+    Where none is the user's: the innermost ones; or, past the end of the script, what has ended it.
     """
     places = []
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -188,16 +199,18 @@ def main_thread_stands_at() -> list[str]:
         places.append(_Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
     users = [place for place in places if place.is_users]
+    if not users and any(place.function == "close_all" and place.file.startswith(_OURS) for place in places):
+        return [_end_of_script()]
     found = [str(place) for place in (users or places)[:_N_PLACES][::-1]]
     if users and places and not places[0].is_users:
         found.append(f"and there in {places[0].function} of {Path(places[0].file).name}")
-    return [*found, *_end_of_script(places)]
+    return found
 
 
-def _end_of_script(places: list[_Place]) -> list[str]:
-    """Whether it is past the script's end, and what has ended it."""
-    group = str(Path(__file__).with_name("group.py"))
-    if not any(place.function == "close_all" and place.file == group for place in places):
-        return []
+def _end_of_script() -> str:
     error = getattr(sys, "last_value", None)
-    return ["its script has ended" + (f" with {type(error).__name__}: {error}" if error is not None else "")]
+    if error is None:
+        return "the end of its script"
+    text = error.message if isinstance(error, CommError) else str(error)
+    # Paddle's errors have many lines.
+    return f"the end of its script, which {type(error).__name__} has ended: {' '.join(text.split())[:_MAX_ERROR_CHARS]}"

@@ -294,7 +294,7 @@ def _fails_again(rank: int, nranks: int) -> list[Seen]:
     _train(model, optimizer, rank)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return [_seen(lambda: _train(model, optimizer, rank, 1)), _seen(optimizer.clear_grad)]
+    return [_seen(functools.partial(_train, model, optimizer, rank, step)) for step in (1, 2)]
 
 
 def test_later_errors_carry_the_same_report_at_once() -> None:
