@@ -96,10 +96,11 @@ class FailureReporter:
             if self._body is None:
                 # First: it may change while the others are waited for.
                 states = states_of(schedule.buffers, schedule.reducer, self._names)
-                self._body = [*_about_buckets(error.rank, states), *self._about_ranks(error)]
+                me = schedule.reducer.rank
+                self._body = [*_about_buckets(me, states), *self._about_ranks(me, error.peer)]
         return "\n".join([*about_label(error.label, schedule.buffers, layers), *self._body])
 
-    def _about_ranks(self, error: CommError) -> list[str]:
+    def _about_ranks(self, me: int, at_fault: int | None) -> list[str]:
         deadline_s = answer_deadline_s()
         said: dict[int, Statement] = {}
         for channel in self._channels:
@@ -107,7 +108,7 @@ class FailureReporter:
             channel.speak()
         for channel in self._channels:
             said.update(channel.collect(deadline_s))
-        return about_ranks(said, asked=_asked(self._channels), error=error)
+        return about_ranks(said, asked=_asked(self._channels), me=me, at_fault=at_fault)
 
 
 def _asked(channels: Iterable[Statements]) -> dict[int, bool]:
@@ -203,21 +204,24 @@ def about_label(label: str, buffers: Sequence[FusedCommBuffer], layers: Mapping[
 # -- ranks ---------------------------------------------------------------------------------------------------------
 
 
-def about_ranks(said: Mapping[int, Statement], *, asked: Mapping[int, bool], error: CommError) -> list[str]:
+def about_ranks(
+    said: Mapping[int, Statement], *, asked: Mapping[int, bool], me: int, at_fault: int | None
+) -> list[str]:
     """What the ranks have launched last, where they part, and where they stand.
 
     Args:
         said: the statements of those that have answered.
         asked: all ranks, and whether the connection to each has ended.
-        error: the failure.
+        me: this rank, whose place is the traceback.
+        at_fault: the rank that has failed, where it is known.
     """
-    first = [rank for rank in (error.rank, error.peer) if rank in asked]
+    first = [rank for rank in (me, at_fault) if rank is not None and rank in asked]
     ranks = list(dict.fromkeys([*first, *sorted(asked)]))
-    lines = _partings(said, error.rank)
+    lines = _partings(said, me)
     for rank in ranks[:_MAX_RANKS]:
         if rank in said:
-            lines += _about_rank(rank, said[rank], stands=rank != error.rank)
-        elif rank != error.rank:
+            lines += _about_rank(rank, said[rank], stands=rank != me)
+        elif rank != me:
             lines.append(f"  rank {rank} has not answered" + (": its connection has ended" if asked[rank] else ""))
     if len(ranks) > _MAX_RANKS:
         n_answers = sum(rank in said for rank in ranks[_MAX_RANKS:])

@@ -146,7 +146,7 @@ def _says(lane: dict[str, Any], **more: Any) -> Statement:
 
 
 def _lines(said: dict[int, Statement], asked: dict[int, bool] | None = None) -> list[str]:
-    return about_ranks(said, asked=asked or dict.fromkeys(said, False), error=ERROR)
+    return about_ranks(said, asked=asked or dict.fromkeys(said, False), me=0, at_fault=2)
 
 
 def test_the_first_launch_that_differs_is_named_with_both_ranks_and_layers() -> None:
@@ -250,7 +250,7 @@ def test_the_report_of_a_model_is_made_once_and_belongs_to_it() -> None:
     history.lanes["gather"].append(Launch(0, "all_gather", schedule.buffers[1].name, 2048, 0.0))
     names = {id(param): name for name, param in model.named_parameters()}
     reporter = FailureReporter(schedule, rig.timeline, history, lanes=dict(lanes), names=names)
-    first = channel.explained(CommError("it broke", label=schedule.buffers[1].name, rank=0))
+    first = channel.explained(CommError("it broke", label=schedule.buffers[1].name))
     second = channel.explained(CommError("it broke too", label="agreement, backward 0", rank=0))
     assert f"it carries bucket '{schedule.buffers[1].name}': layers layers.0" in first.report
     assert "  buckets of rank 0:" in first.report
