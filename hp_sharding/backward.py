@@ -11,6 +11,7 @@ wrapper raises it as itself.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import types
@@ -20,6 +21,8 @@ from typing import Any, Protocol
 
 from paddle.autograd.py_layer import PyLayerContext
 from paddle.base import core, framework
+
+from .errors import CommError
 
 
 class BackwardListener(Protocol):
@@ -85,7 +88,8 @@ def detach(listener: BackwardListener) -> None:
 def _detach(key: int) -> None:
     global _original, _original_partial
     _listeners.pop(key, None)
-    if _listeners or in_backward():
+    # At the very end of a process the interpreter has taken away what modules hold.
+    if _listeners or _state is None or in_backward():
         return
     # Where somebody else has wrapped our wrapper meanwhile, it has to stay, and only passes calls on.
     if core.eager.run_backward is _run_backward:
@@ -143,7 +147,9 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
         # A hook that raises inside a recomputed forward can leave Paddle with gradients switched off, for good.
         tracer._has_grad = differentiates
         for listener in listeners:
-            listener.abort_backward()
+            # Where lanes have failed this meets the same failure again; what the user sees is the first error.
+            with contextlib.suppress(CommError):
+                listener.abort_backward()
         _raise_better(error, listeners)
         raise
     return result

@@ -8,7 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import paddle
 
@@ -28,9 +28,6 @@ from .sharded_weights import model_weights, optimizer_weights, slices_of
 from .states import RankState
 from .timeline import Timeline
 from .updates import InnerUpdates
-
-if TYPE_CHECKING:
-    from .comm import Fingerprint
 
 TOGETHER_BYTES = 1 << 18
 """Shards of neighbours that one call of the inner optimizer updates: a call costs 20 us whatever there is to do. Until
@@ -80,14 +77,12 @@ class ShardedOptimizer:
         config: ShardingConfig,
         names: dict[str, int],
         timeline: Timeline,
-        fingerprint: Fingerprint | None = None,
     ) -> None:
         self._inner = inner
         self._schedule = schedule
         self.config = config
         self.timeline = timeline
         self.tuning: Tuning | None = None
-        self._fingerprint = fingerprint
         self._take_parts(arena, updates, names)
         self._baseline_bytes = 0
         self._state = RankState(inner, schedule, tensor=updates.sums.tensor)
@@ -149,7 +144,7 @@ class ShardedOptimizer:
         gathers are under way; the next forward waits for each where it needs it. Collective: every rank calls it.
 
         Raises:
-            CommError: a collective failed.
+            CommError: a collective failed, or the ranks have launched different ones since the last step.
             StateError: the backward failed on some rank; call ``clear_grad()`` everywhere.
                 Or gradients are not finite, with ``check_nan_inf="raise"``.
             LayoutError: a parameter was cast or replaced after wrapping.
@@ -173,8 +168,6 @@ class ShardedOptimizer:
         if running is not None:
             running.finish()
         self._schedule.gathers.end_step()
-        if self._fingerprint is not None:
-            self._fingerprint.check()
         self.steps += 1
         self.timeline.end_step(self.steps)
         if self.tuning is not None:

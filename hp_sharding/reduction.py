@@ -16,7 +16,7 @@ from paddle.base.framework import EagerParamBase
 
 from .arena import GradientArena
 from .buffer import FusedCommBuffer
-from .comm import Communicator, Work
+from .comm import Communicator, Fingerprint, Work
 from .errors import StateError
 from .facts import Agreement, Facts
 from .in_flight import GradientsInFlight
@@ -39,11 +39,13 @@ class ReduceLanes(NamedTuple):
         agree: lanes that one after the other reach all data ranks, the replicas first; idle during backward, so that
             what is agreed on does not queue behind gradients.
         replicate: over the replicas of this rank's shard; None where there is one.
+        fingerprint: of what is launched on all lanes of the model; None where nobody compares it.
     """
 
     reduce: Communicator
     agree: Sequence[Communicator]
     replicate: Communicator | None = None
+    fingerprint: Fingerprint | None = None
 
     @property
     def is_first(self) -> bool:
@@ -237,7 +239,8 @@ class Reducer:
             used=[used for bucket in self.used for used in bucket],
             written=self.running.written() if self.running is not None else (),
         )
-        self._agreements.append(Agreement(facts, self.lanes.agree, label=f"agreement, backward {self.round}"))
+        label, fingerprint = f"agreement, backward {self.round}", self.lanes.fingerprint
+        self._agreements.append(Agreement(facts, self.lanes.agree, label=label, fingerprint=fingerprint))
         self._timeline.watch(self._agreements[-1].work)
 
     def settle(self, *, discard: bool = False) -> bool:
@@ -247,6 +250,7 @@ class Reducer:
 
         Raises:
             StateError: the backward failed on some rank, so that its part of the sums is missing.
+            CommError: the ranks have launched different collectives.
         """
         while self._agreements:
             agreement = self._agreements.popleft()

@@ -49,6 +49,7 @@ class Schedule:
         reducer: gets the backward's events.
         gathers: which gathers start when.
         learned_gather_order: a better one than ``gathers.order``, as this rank saw it; None where it is the same.
+        reporter: explains failures; kept here, and held weakly by those who ask it.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Schedule:
         self.buffers = list(buffers)
         self.reducer = reducer
         self.learned_gather_order: list[int] | None = None
+        self.reporter: object = None
         self._unit_map = UnitMap(plan)
         self._kept = kept
         self._first_uses: list[int] = []

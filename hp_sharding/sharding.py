@@ -13,6 +13,7 @@ from paddle import nn
 from paddle.base.framework import EagerParamBase
 
 from . import guard, hooks
+from .alike import About, about_training, check_alike
 from .assembly import CONTROL, Foundation, LayOut, Member, assemble
 from .broadcast import broadcast_state, check_state_exists
 from .buffer import BufferPlace, FusedCommBuffer, Status
@@ -22,10 +23,10 @@ from .comm import (
     allocated_bytes,
     create_communicators,
     current_device,
-    fingerprint,
 )  # fmt: skip
 from .config import ShardingConfig
 from .errors import ConfigError
+from .failure import FailureReporter
 from .layout import ITEM_BYTES, BucketLayout, ParamSpec, plan_buckets
 from .optimizer import ShardedOptimizer
 from .plain import PlainOptimizer
@@ -101,6 +102,7 @@ def shard(
     Raises:
         ConfigError: wrapped before, an optimizer that cannot be sharded or has made a step, parameters that the model
             does not have or that have no value yet, or a layer that cannot be served. No collective has then started.
+            Or model, optimizer or settings are not the same on all ranks: says what, on every rank.
         CommError: a rank has not come within ``timeout_s``, or is gone.
     """
     grid = _grid(shard_group, replicate_group, tensor_parallel_group)
@@ -116,23 +118,29 @@ def shard(
         check_split(optimizer, grid.tensor)
         check_fresh(optimizer)
         check_state_exists(model)
-    return shard_over(model, optimizer, config, lanes=open_lanes(model, grid, timeout_s=config.timeout_s))
+    about = about_training(model, optimizer, config)
+    lanes = open_lanes(model, grid, about=about, timeout_s=config.timeout_s)
+    return shard_over(model, optimizer, config, lanes=lanes, compared=True)
 
 
-def open_lanes(model: nn.Layer, grid: Grid, *, timeout_s: float) -> dict[str, Communicator]:
-    """Connects the ranks and gives all of them the first one's parameters and buffers. Nothing for one rank."""
+def open_lanes(model: nn.Layer, grid: Grid, *, about: About, timeout_s: float) -> dict[str, Communicator]:
+    """Connects the ranks and gives all of them the first one's parameters and buffers. Nothing for one rank.
+
+    Raises:
+        ConfigError: what ``about`` says is not the same on all ranks. No tensor of the model has then been sent.
+    """
     if grid.n_ranks == 1 and len(grid.tensor) < 2:
         return {}
     lanes = connect(grid, timeout_s=timeout_s)
+    check_alike(about, lanes)
     broadcast_model(model, lanes)
     return lanes
 
 
 def connect(grid: Grid, *, timeout_s: float) -> dict[str, Communicator]:
     """The lanes that ``build`` needs. Collective."""
-    debug = [fingerprint.LANE] if fingerprint.is_wanted() else []
     control = [CONTROL[0]] if current_device().has_streams else []
-    lanes = create_communicators(grid.shard, LANES, host_lanes=[*control, *debug], timeout_s=timeout_s)
+    lanes = create_communicators(grid.shard, LANES, host_lanes=control, timeout_s=timeout_s)
     if len(grid.replicate) > 1:
         host_lanes = [CONTROL[1]]
         lanes |= create_communicators(grid.replicate, REPLICA_LANES, host_lanes=host_lanes, timeout_s=timeout_s)
@@ -157,8 +165,12 @@ def shard_over(
     config: ShardingConfig,
     *,
     lanes: dict[str, Communicator],
+    compared: bool = False,
 ) -> ShardedOptimizer | PlainOptimizer:
-    """``shard`` over what ``open_lanes`` returned. Raises ConfigError before any collective starts."""
+    """``shard`` over what ``open_lanes`` returned. Raises ConfigError before any tensor is sent.
+
+    ``compared`` says that the ranks have told each other all about it already.
+    """
     check_wrap(model, optimizer)
     baseline_bytes = allocated_bytes() - _param_bytes(model)
     if not lanes and (config.is_mixed or config.gradient_divisor(1) != 1):
@@ -171,6 +183,8 @@ def shard_over(
         return PlainOptimizer(optimizer, config, baseline_bytes, names=names, model=model)
     check_split(optimizer, lanes["tensor"].ranks if "tensor" in lanes else ())
     check_fresh(optimizer)
+    if not compared:
+        check_alike(about_training(model, optimizer, config), lanes)
     sharded = build(model, optimizer, config, lanes=lanes)
     sharded._baseline_bytes = baseline_bytes
     return sharded
@@ -260,7 +274,7 @@ def build(
         optimizer: see ``shard``.
         config: see ``shard``.
         lanes: a Communicator for each name in ``LANES``, in ``REPLICA_LANES`` where there are replicas, and in
-            ``CONTROL`` where the host needs its own; one more compares what the ranks launch on these.
+            ``CONTROL`` where the host needs its own.
         pool: where freed storage goes; None for a pool of its own.
         lay_out: makes the buckets; a plan has others than real training.
     """
@@ -269,10 +283,8 @@ def build(
     kept = _kept_units(plan, config)
     held = {id(param) for param in optimizer_params(optimizer)}
     entries = [entry for entry in plan.params if _is_sharded(entry.param, held, config)]
-    compared = Fingerprint(lanes[fingerprint.LANE]) if fingerprint.LANE in lanes else None
-    if compared is not None:
-        lanes = compared.watch({name: lane for name, lane in lanes.items() if name != fingerprint.LANE})
-    gather = lanes["gather"]
+    fingerprint = Fingerprint(lanes, own=(LANES[0], CONTROL[0]))
+    gather = fingerprint.lanes["gather"]
     masters = has_masters(optimizer, config)
     exempt = kept_as_they_are(model, config.param_dtype)
     members = [
@@ -280,7 +292,8 @@ def build(
         for entry in entries
     ]
     timeline = Timeline(config.timeline, on_device=current_device().has_streams, new_mark=gather.mark)
-    foundation = Foundation(optimizer, members, [unit.name for unit in plan.units], lanes, timeline, lay_out)
+    unit_names = [unit.name for unit in plan.units]
+    foundation = Foundation(optimizer, members, unit_names, fingerprint.lanes, timeline, lay_out, fingerprint)
     begun = begin(foundation, config) if config.tunes else config
     layouts = foundation.plan(begun)
     pool = pool or (DevicePool() if current_device().has_streams else StoragePool())
@@ -289,7 +302,7 @@ def build(
     buffers = [FusedCommBuffer(layout, foundation.params_of(layout), place) for layout in layouts]
     arena, reducer, updates = assemble(foundation, begun, buffers)
     if config.broadcast_buffers:
-        reducer.running = RunningState(model, _model_lanes(lanes), timeline)
+        reducer.running = RunningState(model, _model_lanes(fingerprint.lanes), timeline)
     schedule = Schedule(
         model, plan, buffers=buffers, reducer=reducer, ahead=begun.units_ahead, kept=kept, timeline=timeline
     )
@@ -301,9 +314,11 @@ def build(
         config=begun,
         names=foundation.names(layouts),
         timeline=timeline,
-        fingerprint=compared,
     )
-    timeline.subject = ShardedSubject(sharded, plan, lanes.get("tensor"))
+    timeline.subject = ShardedSubject(sharded, plan, fingerprint.lanes.get("tensor"))
+    schedule.reporter = FailureReporter(
+        schedule, timeline, fingerprint.history, lanes=lanes, names=foundation.param_names()
+    )
     if config.tunes:
         sharded.tuning = Tuner(sharded, foundation, config)
     keep_schedule(model, schedule)

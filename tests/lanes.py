@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import paddle
 
-from hp_sharding.comm import Communicator, Work, current_device, fingerprint
+from hp_sharding.comm import Communicator, Work, current_device
 from hp_sharding.comm.memory import bytes_of
+from hp_sharding.comm.statements import Statements
 from hp_sharding.config import ShardingConfig
 from hp_sharding.optimizer import ShardedOptimizer
 from hp_sharding.sharding import Grid, broadcast_model, build, connect
@@ -119,6 +120,17 @@ class LateLane(Communicator):
     def is_broken(self) -> bool:
         return self._inner.is_broken
 
+    @property
+    def statements(self) -> Statements | None:
+        return self._inner.statements
+
+    @property
+    def next_number(self) -> int:
+        return self._inner.next_number
+
+    def n_under_way(self) -> int:
+        return self._inner.n_under_way()
+
     def close(self) -> None:
         """The lane below is shared with later tests."""
 
@@ -163,7 +175,6 @@ def wrap(
     on_device = current_device().has_streams
     delay_s = 0.0 if on_device else delay_s
     late = {name: LateLane(lane, calls, delay_s) if poison else lane for name, lane in lanes.items()}
-    late[fingerprint.LANE] = lanes[fingerprint.LANE]
     pool = PoisoningPool() if poison and not on_device else None
     return Wrapped(model, build(model, inner, ShardingConfig(**settings), lanes=late, pool=pool), calls)
 

@@ -11,23 +11,31 @@ from ..errors import ConfigError
 from .communicator import Communicator, Mark, Stall, Work
 from .convert import add_into, cast_into, is_rounded
 from .device import Device, allocated_bytes, current_device, host_tensor
-from .fingerprint import Fingerprint
+from .fingerprint import BITS, Fingerprint, Prints
+from .history import History, Launch
 from .rendezvous import collision_free_groups
+from .wording import called, different_ways
 
 __all__ = [
+    "BITS",
     "Communicator",
     "Device",
     "Fingerprint",
+    "History",
+    "Launch",
     "Mark",
+    "Prints",
     "Stall",
     "Work",
     "add_into",
     "allocated_bytes",
+    "called",
     "cast_into",
     "close_all",
     "collision_free_groups",
     "create_communicators",
     "current_device",
+    "different_ways",
     "host_tensor",
     "is_rounded",
 ]

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import paddle
 
+    from .statements import Statements
+
 
 class Stall:
     """A wait for a collective, seen from what computes: the time in which it did nothing but wait.
@@ -140,6 +142,23 @@ class Communicator(ABC):
         Never blocks; may be asked from any thread. False where an implementation does not know.
         """
         return False
+
+    @property
+    def statements(self) -> Statements | None:
+        """What the group's ranks say of themselves after a failure, which lanes over the same ranks share.
+
+        None where an implementation reaches no other process.
+        """
+        return None
+
+    @property
+    def next_number(self) -> int:
+        """The number by which errors will call the next collective of this lane; 0 where they give none."""
+        return 0
+
+    def n_under_way(self) -> int:
+        """How many of its collectives are not over, as far as is known, failed ones included. Never blocks."""
+        return 0
 
     @abstractmethod
     def all_gather(

@@ -16,6 +16,7 @@ from .agreement import Agreement, Cause
 from .links import TcpLinks
 from .peers import Door, Peers
 from .rendezvous import exchange, host_address, ready_default_store
+from .statements import Statements
 from .tcp import TcpCommunicator
 
 _log = logging.getLogger("hp_sharding")
@@ -23,6 +24,7 @@ _log = logging.getLogger("hp_sharding")
 _ANSWER_S = 10.0
 _FLIGHT_S = 40.0
 _JOIN_S = 2.0
+_ROLL_CALL_S = 2.0
 _groups: list[TcpGroup] = []
 
 
@@ -42,6 +44,7 @@ class TcpGroup:
         self._timeout_s = timeout_s
         self._closing = threading.Lock()
         self._closed: set[str] = set()
+        self._gives_up = False
         self._pid = os.getpid()
         ready_default_store()
         self._peers = Peers(ranks, me, lanes=list(lanes), host=host_address(), key=secrets.token_bytes(32))
@@ -59,6 +62,7 @@ class TcpGroup:
 
     def leave(self) -> None:
         """Tells the others that this rank ends all lanes; they answer by themselves, whatever their scripts do."""
+        self._agreement.statements.say_goodbye()
         cause = Cause(f"rank {self._me} has ended its script", self._me)
         self._agreement.leave(list(self.communicators), cause)
 
@@ -88,6 +92,11 @@ class TcpGroup:
         """Who has left a lane, in order or not; None while everybody is there."""
         found = (self._agreement.refusal(lane) for lane in self.communicators)
         return next((cause for cause in found if cause is not None), None)
+
+    @property
+    def statements(self) -> Statements:
+        """What the ranks say of themselves after a failure."""
+        return self._agreement.statements
 
     def give_up(self, text: str) -> None:
         """Ends all lanes of the group for good, on all ranks; ``text`` says why. Not if they have ended already."""
@@ -120,10 +129,16 @@ class TcpGroup:
         )
 
     def _check_overdue(self) -> None:
+        self._agreement.check_standstill()
         lane = self._agreement.overdue(self._timeout_s)
-        if lane is not None:
-            text = f"the transfer on lane {lane!r} did not end within {self._timeout_s:g} s after all ranks had arrived"
-            self._agreement.break_off(Cause(text))
+        if lane is not None and not self._gives_up:
+            self._gives_up = True
+            # Not here: this thread is the one that hears who answers.
+            threading.Thread(target=self._end_overdue, args=(lane,), name="hp_sharding-roll-call", daemon=True).start()
+
+    def _end_overdue(self, lane: str) -> None:
+        text = f"the transfer on lane {lane!r} did not end within {self._timeout_s:g} s after all ranks had arrived"
+        self._agreement.break_off(self._agreement.cause_of(text, _ROLL_CALL_S))
 
 
 def _register(group: TcpGroup) -> None:

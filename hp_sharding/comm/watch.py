@@ -19,6 +19,7 @@ from typing import Protocol
 
 from ..errors import CommError
 from .agreement import Cause
+from .statements import Statements
 
 _log = logging.getLogger("hp_sharding")
 _CLOSE_S = 0.0002
@@ -46,6 +47,10 @@ class Watched(Protocol):
 
 class Control(Protocol):
     """What the watcher asks the hosts' connections."""
+
+    @property
+    def statements(self) -> Statements:
+        """What the ranks say of themselves after a failure."""
 
     def failure(self) -> Cause | None:
         """Why nothing goes on any more."""
@@ -103,6 +108,17 @@ class Watcher:
         """Somebody raises the failure: the process need not be ended for it to be heard."""
         self._told.set()
 
+    @property
+    def statements(self) -> Statements:
+        """See ``Communicator``."""
+        return self._control.statements
+
+    def explained(self, error: CommError) -> CommError:
+        """The same error, with a report; not in the watcher's own thread, which has other things to do first."""
+        if threading.current_thread() is self._thread:
+            return error
+        return self.statements.explained(error)
+
     def fail(self, reason: str) -> None:
         """Makes every lane fail, and every work that is watched. The first reason counts."""
         with self._lock:
@@ -147,7 +163,7 @@ class Watcher:
                 self._works = [work for work in self._works if not work.done()]
                 oldest = self._works[0] if self._works else None
         except CommError as error:
-            self._give_up(str(error))
+            self._give_up(error.message)
             return False
         if oldest is None:
             return False
@@ -188,9 +204,10 @@ class Watcher:
 
     def _give_up(self, text: str) -> None:
         self.fail(text)
-        _log.critical("%s", text)
         # The others wait for this rank as well.
         self._control.give_up(text)
+        # Before anything else: if the main thread stands still nobody hears of it but by the log.
+        _log.critical("%s", self.statements.explained(CommError(text)))
         self._await_movement()
         if self._stopped:
             return

@@ -16,6 +16,7 @@ import paddle.distributed.fleet.base.topology as paddle_topology
 from paddle.distributed.fleet import DistributedStrategy as PaddleStrategy
 from paddle.distributed.fleet.base.role_maker import RoleMakerBase
 
+from ..alike import about_model
 from ..broadcast import check_state_exists
 from ..comm import Communicator, collision_free_groups
 from ..config import ShardingConfig
@@ -83,7 +84,8 @@ class Session:
         settings = self._require_init("distributed_model")
         self._check_new_model(model)
         check_state_exists(model)
-        lanes = open_lanes(model, _grid(settings), timeout_s=settings.config.timeout_s)
+        about = about_model(model, settings.config)
+        lanes = open_lanes(model, _grid(settings), about=about, timeout_s=settings.config.timeout_s)
         if "tensor" in lanes and needs_equal_inputs(settings.strategy):
             share_inputs(model, lanes["tensor"])
         self._lanes[model] = lanes

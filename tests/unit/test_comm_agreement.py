@@ -241,12 +241,12 @@ def test_a_roll_call_that_ends_early_blames_who_gave_up_and_nobody_for_silence()
 
 def test_the_cause_of_a_failed_transfer_names_who_does_not_answer() -> None:
     member = Member(4)
-    cause = member.agreement.cause_of(ConnectionResetError("reset"), 0.05)
+    cause = member.agreement.cause_of("the transfer failed: reset", 0.05)
     assert "each of ranks [5, 6] does not answer" in cause.text
     assert cause.text.endswith("the transfer failed: reset")
     assert cause.peer == 5
     member.agreement.lost(6)
-    assert "rank 6 is gone" in member.agreement.cause_of(ConnectionResetError("reset"), 0.05).text
+    assert "rank 6 is gone" in member.agreement.cause_of("reset", 0.05).text
 
 
 def test_overdue_names_the_lane_that_is_stuck() -> None:
