@@ -36,7 +36,7 @@ _ELSEWHERE = ("self", "parameters", "learning_rate", "weight_decay", "grad_clip"
 _ATTRIBUTES = {"batch_num": "_n"}
 """Where an optimizer keeps an argument under a name that is not made of the argument's."""
 
-_OF_ALL = ("base_lr", "last_lr", "last_epoch", "clip_norm", "min", "max", "_coeff")
+_OF_ALL = ("base_lr", "last_lr", "last_epoch", "clip_norm", "auto_skip_clip", "min", "max", "_coeff")
 """Attributes of schedulers, clips and regularizers that subclasses have as well. Others may be a rank's own affair."""
 
 
@@ -109,12 +109,12 @@ def check_alike(about: About, lanes: Mapping[str, Communicator]) -> None:
 
 def _compare(mine: Mapping[str, str], ways: Sequence[Way], *, me: int) -> None:
     meeting = Meeting(ways)
-    text = json.dumps([me, mine]).encode()
-    if len(set(meeting.gather(hashlib.blake2b(json.dumps(mine).encode(), digest_size=16).digest()))) == 1:
+    digest = hashlib.blake2b(json.dumps(mine, sort_keys=True).encode(), digest_size=16).digest()
+    if len(set(meeting.gather(digest))) == 1:
         return
-    everyone = sorted(json.loads(found) for found in meeting.gather(text))
-    theirs = next(found for found in everyone if list(found[1].items()) != list(mine.items()))
-    _raise_difference(me, mine, *theirs)
+    everyone: dict[int, dict[str, str]] = dict(map(json.loads, meeting.gather(json.dumps([me, mine]).encode())))
+    peer = min(rank for rank, theirs in everyone.items() if theirs != mine)
+    _raise_difference(me, mine, peer, everyone[peer])
 
 
 def _raise_difference(me: int, mine: Mapping[str, str], peer: int, theirs: Mapping[str, str]) -> NoReturn:
@@ -182,9 +182,8 @@ def _text(value: Any) -> str:
 
 
 def _plain_attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """What Paddle's own objects are set by; of a user's subclass only what all of them have."""
-    is_paddles = type(value).__module__.startswith("paddle.")
+    """What such an object is set by. Schedulers of Paddle's differ in it; of a user's only what all of them have."""
+    is_open = isinstance(value, LRScheduler) and type(value).__module__.startswith("paddle.")
     for name, item in sorted(vars(value).items()):
-        known = is_paddles or name in _OF_ALL
-        if known and name not in ("verbose", "_var_name") and not callable(item):
+        if name in _OF_ALL or (is_open and name not in ("verbose", "_var_name")):
             yield name.lstrip("_"), item

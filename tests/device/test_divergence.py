@@ -43,7 +43,7 @@ def test_step_names_layers_that_were_taken_for_each_other(way: str) -> None:
         assert done == 2, text
         assert "the ranks have gone different ways: as collective" in text
         assert "of lane 'gather'" in text
-        theirs = {"another layer": ("experts.1", "experts.2"), "another order": ("experts.0", "experts.1")}[way]
+        theirs = {"another layer": ("experts.3", "experts.4"), "another order": ("experts.0", "experts.1")}[way]
         for rank, layer in enumerate(theirs):
             assert f"rank {rank} has all_gather of" in text
             assert f"of layer {layer!r}" in text

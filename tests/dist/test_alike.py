@@ -10,7 +10,6 @@ from typing import Any
 import paddle
 import pytest
 from paddle import nn
-from paddle.distributed.fleet import DistributedStrategy
 
 from hp_sharding import ConfigError, ShardingConfig, fleet, shard
 from tests import harness
@@ -83,7 +82,7 @@ def test_every_rank_is_told_what_differs(nranks: int) -> None:
 
 
 def _differ_with_fleet(rank: int, nranks: int, when: str) -> str:
-    strategy = DistributedStrategy()
+    strategy = fleet.DistributedStrategy()
     strategy.hp_sharding_configs = {"stage": 2 + rank if when == "strategy" else 2, "timeout_s": 20}
     fleet.init(is_collective=True, strategy=strategy)
     model = _model(6 + rank if when == "model" else 6)

@@ -80,7 +80,7 @@ ADVICE = "Build the same model, with the same optimizer and the same settings, o
 DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
     "depth": (
         {"model": nn.Sequential(*_Usual().model, nn.Linear(2, 2))},
-        "parameter 6 is not there on rank 0, '4.weight' of shape [2, 2], float32 on rank 1",
+        "parameter 8 is not there on rank 0, '4.weight' of shape [2, 2], float32 on rank 1",
     ),
     "width": (
         {"model": nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.BatchNorm1D(8), nn.Linear(8, 2))},
@@ -92,15 +92,15 @@ DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "fewer": (
         {"params": lambda model: model.parameters()[:-1]},
-        "parameter 5 of the optimizer is '3.bias' on rank 0, not there on rank 1",
+        "parameter 7 of the optimizer is '3.bias' on rank 0, not there on rank 1",
     ),
     "dtype": ({"model": _Usual().model.to(dtype="bfloat16")}, "of shape [4, 6], bfloat16 on rank 1"),
     "frozen": (
         {"model": _frozen()},
-        "parameter 5 is '3.bias' of shape [2], float32 on rank 0, '3.bias' of shape [2], float32, frozen (stop_grad",
+        "parameter 7 is '3.bias' of shape [2], float32 on rank 0, '3.bias' of shape [2], float32, frozen (stop_grad",
     ),
     "class": ({"model": nn.Sequential(_Usual().model)}, "parameter 0 is '0.weight'"),
-    "buffers": ({"model": _with_buffer(3)}, "buffer 2 is not there on rank 0, 'table' of shape [3], float32 on rank 1"),
+    "buffers": ({"model": _with_buffer(3)}, "buffer 0 is not there on rank 0, 'table' of shape [3], float32 on rank 1"),
     "rate of a parameter": (
         {"model": _changed(lambda param: param.optimize_attr.update(learning_rate=2.0))},
         "parameter 0 is '0.weight' of shape [4, 6], float32 on rank 0, '0.weight' of shape [4, 6], float32, learning",

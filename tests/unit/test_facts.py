@@ -85,7 +85,7 @@ def test_a_failed_backward_is_refused_by_step_here_and_on_other_ranks() -> None:
 
 # ---- fingerprints ----
 
-FACTS = Facts(False, False, [False, True], [True, False, True])
+FACTS = Facts(False, False, [False, True], [True, False, True], [])
 
 
 def _launched(rank: int, seats: Seats, labels: dict[str, list[str]], failed: bool = False) -> Facts:
