@@ -189,6 +189,17 @@ def _run_partial_grad(*args: Any, **kwargs: Any) -> Any:
     return results
 
 
+def _end_of_process(error: BaseException | None) -> BaseException | None:
+    """What ends the process, such as Ctrl-C or ``sys.exit``, where something else has been made of it.
+
+    A signal that comes during a backward is met by the first Python code that runs, which is a hook, before its first
+    line, where nothing can keep the exception. Paddle goes on, and in the end raises a SystemError that comes of it.
+    """
+    while error is not None and isinstance(error, Exception):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 def _living() -> list[Any]:
     return [listener for reference in list(_listeners.values()) if (listener := reference()) is not None]
 
@@ -196,6 +207,7 @@ def _living() -> list[Any]:
 def _raise_better(error: BaseException, listeners: Sequence[Any]) -> None:
     """Raises what a hook has kept, or what a listener makes of the error; returns where there is nothing better."""
     kept = _take_error()
+    kept = _end_of_process(error) or _end_of_process(kept) or kept
     if kept is not None and kept is not error:
         raise kept from None
     if isinstance(error, Exception) and kept is None:
