@@ -11,6 +11,7 @@ wrapper raises it as itself.
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import types
@@ -133,6 +134,7 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
     _take_error()
     tracer = framework._dygraph_tracer()
     differentiates = tracer._has_grad
+    _watch_interrupts()
     try:
         for listener in listeners:
             listener.begin_backward()
@@ -146,6 +148,8 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
             listener.abort_backward()
         _raise_better(error, listeners)
         raise
+    finally:
+        _unwatch_interrupts()
     return result
 
 
@@ -189,15 +193,25 @@ def _run_partial_grad(*args: Any, **kwargs: Any) -> Any:
     return results
 
 
-def _end_of_process(error: BaseException | None) -> BaseException | None:
-    """What ends the process, such as Ctrl-C or ``sys.exit``, where something else has been made of it.
+def _watch_interrupts() -> None:
+    """Ctrl-C comes out of a backward as itself, wherever Python meets it. Not where the script handles it in its way.
 
-    A signal that comes during a backward is met by the first Python code that runs, which is a hook, before its first
-    line, where nothing can keep the exception. Paddle goes on, and in the end raises a SystemError that comes of it.
+    That is in the first Python code that runs, such as before the first line of a hook, where no hook could keep it.
     """
-    while error is not None and isinstance(error, Exception):
-        error = error.__cause__ or error.__context__
-    return error
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def _unwatch_interrupts() -> None:
+    if signal.getsignal(signal.SIGINT) is _interrupt and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _interrupt(number: int, frame: types.FrameType | None) -> None:
+    error = KeyboardInterrupt()
+    keep_error(error)
+    raise error
 
 
 def _living() -> list[Any]:
@@ -207,7 +221,6 @@ def _living() -> list[Any]:
 def _raise_better(error: BaseException, listeners: Sequence[Any]) -> None:
     """Raises what a hook has kept, or what a listener makes of the error; returns where there is nothing better."""
     kept = _take_error()
-    kept = _end_of_process(error) or _end_of_process(kept) or kept
     if kept is not None and kept is not error:
         raise kept from None
     if isinstance(error, Exception) and kept is None:
