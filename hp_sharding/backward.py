@@ -12,6 +12,7 @@ wrapper raises it as itself.
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import threading
 import types
@@ -137,6 +138,7 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
     _take_error()
     tracer = framework._dygraph_tracer()
     differentiates = tracer._has_grad
+    _watch_interrupts()
     try:
         for listener in listeners:
             listener.begin_backward()
@@ -152,6 +154,8 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
                 listener.abort_backward()
         _raise_better(error, listeners)
         raise
+    finally:
+        _unwatch_interrupts()
     return result
 
 
@@ -193,6 +197,27 @@ def _run_partial_grad(*args: Any, **kwargs: Any) -> Any:
         for listener in listeners:
             listener.end_partial(differentiable)
     return results
+
+
+def _watch_interrupts() -> None:
+    """Ctrl-C comes out of a backward as itself, wherever Python meets it. Not where the script handles it in its way.
+
+    That is in the first Python code that runs, such as before the first line of a hook, where no hook could keep it.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def _unwatch_interrupts() -> None:
+    if signal.getsignal(signal.SIGINT) is _interrupt and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _interrupt(number: int, frame: types.FrameType | None) -> None:
+    error = KeyboardInterrupt()
+    keep_error(error)
+    raise error
 
 
 def _living() -> list[Any]:

@@ -50,7 +50,8 @@ def create_communicators(
 ) -> dict[str, Communicator]:
     """Makes one communicator for each lane.
 
-    Collective over ``ranks``: all of them call it with the same arguments.
+    Collective over ``ranks``: all of them call it with the same arguments. When nobody in this process has any of them
+    any more, they end by themselves, for the other ranks too: no collective, and nobody waits.
 
     Args:
         ranks: global ranks in group order; this process's own among them.
@@ -76,13 +77,14 @@ def create_communicators(
 
     device = current_device()
     if not device.has_streams or not names:
-        return dict(TcpGroup(members, me, [*names, *host_names], timeout_s=timeout_s).communicators)
+        return dict(TcpGroup(members, me, [*names, *host_names], timeout_s=timeout_s).handles())
     from .stream_group import StreamGroup
 
     control = TcpGroup(members, me, host_names or ["control"], timeout_s=timeout_s)
+    on_host = control.handles()
     streams = StreamGroup(members, me, names, device=device, control=control, timeout_s=timeout_s)
-    on_host = control.communicators if host_names else {}
-    return {**streams.communicators, **on_host}
+    made = streams.handles(needs=on_host.values())
+    return {**made, **on_host} if host_names else dict(made)
 
 
 def close_all() -> None:

@@ -208,12 +208,13 @@ class Agreement:
             self._answered.wait_for(lambda: self.broken or len(self._answers) == len(self.ranks), timeout_s)
             return [rank for rank in self.ranks if rank not in self._answers]
 
-    def leave(self, lanes: Sequence[str], cause: Cause) -> None:
+    def leave(self, lanes: Sequence[str], cause: Cause, *, after: str = "") -> None:
         """Starts to leave lanes, all at the same moment: a work of one may follow a work of another. Does not block.
 
         Args:
             lanes: the lanes.
             cause: why; ``peer`` is the rank that was the first to leave.
+            after: what had happened to that rank elsewhere, for those who have not heard of it.
         """
         entered: dict[str, int] = {}
         with self._lock:
@@ -224,7 +225,7 @@ class Agreement:
                     ledger.last_entered_by[self.me] = entered[lane] = ledger.entered
                 ledger.changed.notify_all()
         if entered:
-            self._tell(["leave", cause.peer, entered])
+            self._tell(["leave", cause.peer, entered, *([after] if after else [])])
         for lane in lanes:
             self._settle(lane)
 
@@ -257,7 +258,7 @@ class Agreement:
             lane, sequence, what, nbytes, label = rest
             self._note(str(lane), _whole(sequence), peer, Token(str(what), _whole(nbytes), str(label)))
         elif kind == "leave":
-            self._hear_leave(peer, _whole(rest[0]), rest[1])
+            self._hear_leave(peer, _whole(rest[0]), rest[1], str(rest[2]) if rest[2:] else "")
         elif kind == "quiet":
             ledger = self._ledgers[str(rest[0])]
             with self._lock:
@@ -292,13 +293,13 @@ class Agreement:
         if ring is not None:
             self.break_off(Cause(ring.text, ring.peer))
 
-    def _hear_leave(self, peer: int, first: int, entered: Any) -> None:
+    def _hear_leave(self, peer: int, first: int, entered: Any, after: str) -> None:
         with self._lock:
             for lane, sequence in entered.items():
                 self._ledgers[lane].last_entered_by[peer] = _whole(sequence)
         # The message may be an answer: the cause is who was the first.
-        cause = Cause(f"rank {first} has left: it closed the lane, or its script has ended", first)
-        self.leave(list(entered), cause)
+        text = f"rank {first} has left: it closed the lane, deleted its model, or its script ended"
+        self.leave(list(entered), Cause(f"{text}, after this: {after}" if after else text, first), after=after)
 
     def _note(self, lane: str, sequence: int, rank: int, token: Token) -> None:
         ledger = self._ledgers[lane]

@@ -111,7 +111,7 @@ class TcpWork(Work):
 
 @dataclass
 class _Job:
-    """A work, what carries it out (and holds the tensors), and the work it must follow."""
+    """A work, what carries it out (and holds the tensors, and the lane for its users), and the work it must follow."""
 
     work: TcpWork
     transfer: Callable[[], None] | None

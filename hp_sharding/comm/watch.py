@@ -28,6 +28,7 @@ _IDLE_S = 0.25
 GRACE_S = 10.0
 """How long the main thread may stand where it is, once a collective cannot end, before the process is ended."""
 _POLL_S = 0.2
+_AT_REST_S = 0.5
 
 
 class Watched(Protocol):
@@ -70,12 +71,21 @@ class Watcher:
         timeout_s: after which a collective that has not ended makes all lanes fail.
         control: knows which ranks are gone.
         prepare: called first in the thread.
+        at_rest: called there now and then while nothing is under way.
 
     Attributes:
         failure: why all lanes have failed; None while they have not.
     """
 
-    def __init__(self, who: str, *, timeout_s: float, control: Control, prepare: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        who: str,
+        *,
+        timeout_s: float,
+        control: Control,
+        prepare: Callable[[], None],
+        at_rest: Callable[[], None] | None = None,
+    ) -> None:
         self.failure: str | None = None
         self._who = who
         self._timeout_s = timeout_s
@@ -84,6 +94,7 @@ class Watcher:
         self._control = control
         self._left_s: float | None = None
         self._prepare = prepare
+        self._at_rest = at_rest
         self._lock = threading.Lock()
         self._works: list[Watched] = []
         self._failed: list[Watched] = []
@@ -145,7 +156,10 @@ class Watcher:
     def _serve(self) -> None:
         self._prepare()
         while not self._stopped:
-            self._wake.wait()
+            if not self._wake.wait(_AT_REST_S if self._at_rest else None):
+                assert self._at_rest is not None
+                self._at_rest()
+                continue
             # Cleared first: what is added from here on sets it again.
             self._wake.clear()
             # Not at once: to wake up for every collective takes the interpreter from the thread that starts it.

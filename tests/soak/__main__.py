@@ -1,4 +1,4 @@
-"""The long loops: starts that must not fail, kills that may cost nothing, steps in which nothing may grow.
+"""The long loops: starts that must not fail, kills that may cost nothing, faults, steps in which nothing may grow.
 
 Ends with 1 if anything did.
 """
@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tests import harness
-from tests.soak import growth, kills, starts
+from tests.faults import HEAD, Case, Seen, row
+from tests.soak import faults, growth, kills, starts
 from tests.soak.starts import Split
 
 MB = 2**20
@@ -66,6 +67,20 @@ def _tell_life(number: int, life: kills.Life) -> None:
         print(fault, flush=True)
 
 
+def _faults(arguments: argparse.Namespace, split: Split, stage: int) -> bool:
+    chosen = faults.choose(arguments.count, split, stage, seed=arguments.seed)
+    print(f"{len(chosen)} faults, {split}, stage {stage}\n{HEAD}", flush=True)
+    found = faults.suffer_many(chosen, _tell_fault)
+    print(f"{sum(bool(wrongs) for _, _, wrongs in found)} of {len(found)} went wrong", flush=True)
+    return not any(wrongs for _, _, wrongs in found)
+
+
+def _tell_fault(case: Case, seen: Seen, wrongs: list[str]) -> None:
+    print(row(case, seen), flush=True)
+    for wrong in wrongs:
+        print(f"  WRONG: {wrong}\n{seen.logs}", flush=True)
+
+
 def _steps(arguments: argparse.Namespace, split: Split, stage: int) -> bool:
     print(f"{arguments.count} steps of {arguments.model}, {split}, stage {stage}", flush=True)
     settings = {"stage": stage, "allgather_overlap": True, "reduce_overlap": True}
@@ -97,6 +112,7 @@ def _first_and_last(samples: list[growth.Sample]) -> str:
 LOOPS = {
     "starts": _Loop(_starts, [Split(2, 2)], [2]),
     "kills": _Loop(_kills, [Split(1, 2), Split(2, 2)], [2, 3]),
+    "faults": _Loop(_faults, [Split(1, 2)], [2, 3]),
     "steps": _Loop(_steps, [Split(1, 2), Split(2, 2)], [1, 2, 3]),
 }
 
@@ -109,10 +125,15 @@ def _parse() -> argparse.Namespace:
     killed = loops.add_parser("kills", help="kill a training while it saves, and go on from what is left")
     killed.add_argument("--count", type=_at_least_one, default=50, help="kills of each split and stage (default: 50)")
     killed.add_argument("--seed", type=int, default=0, help="of the moments and victims (default: 0)")
+    struck = loops.add_parser(
+        "faults", help="let one rank die, stop, raise, leave, be late or be cut off, in each phase"
+    )
+    struck.add_argument("--count", type=_at_least_one, default=1000, help="of each split and stage (default: all)")
+    struck.add_argument("--seed", type=int, default=0, help="of which ones, where not all (default: 0)")
     steps = loops.add_parser("steps", help="train many steps, in which nothing may grow")
     steps.add_argument("--count", type=_at_least_one, default=2000, help="steps after the warm-up (default: 2000)")
     steps.add_argument("--model", choices=["mlp", "gpt", "gpt_recompute", "conv"], default="gpt", help="default: gpt")
-    for name, each in (("starts", again), ("kills", killed), ("steps", steps)):
+    for name, each in (("starts", again), ("kills", killed), ("faults", struck), ("steps", steps)):
         splits, stages = (" ".join(map(str, usual)) for usual in (LOOPS[name].splits, LOOPS[name].stages))
         each.add_argument("--split", type=Split.parse, nargs="+", help=f"replicas x shard ranks (default: {splits})")
         each.add_argument("--stage", type=int, choices=[1, 2, 3], nargs="+", help=f"default: {stages}")
