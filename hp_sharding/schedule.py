@@ -394,7 +394,16 @@ class Schedule:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Start of ``step()``: nothing is inside a forward any more, and no parameter has left its bucket."""
+        """Start of ``step()``: nothing is inside a forward any more, and no parameter has left its bucket.
+
+        Raises:
+            StateError: nothing may change while a backward is under way.
+        """
+        if backward.in_backward():
+            raise StateError(
+                f"rank {self.reducer.rank}: step() or load() inside a backward, whose gradients are not all there yet. "
+                "Call it after backward() has returned, and not in a hook"
+            )
         self.forget_forward()
         if self._timeline.enabled:
             self._timeline.enter("step()", "")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..arguments import as_path
 from ..errors import ConfigError
 from ..trace.figures import Figures, over_steps
 
@@ -31,8 +32,11 @@ def json_lines(path: str | os.PathLike[str]) -> Sink:
 
     Args:
         path: such as ``"run/steps.jsonl"`` or ``"run/steps-{rank}.jsonl"``.
+
+    Raises:
+        ConfigError: it is no path. What the system says of it is in the log, when the first step is written.
     """
-    return _JsonLines(os.fspath(path))
+    return _JsonLines(as_path("path", path, "the path of a file"))
 
 
 def scalars(writer: ScalarWriter, every: int = 1) -> Sink:
