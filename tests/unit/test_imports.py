@@ -18,6 +18,7 @@ ORDER = [
     "layout",
     "trace",
     "progress",
+    "options",
     "comm",
     "timeline",
     "broadcast",
