@@ -341,7 +341,7 @@ def test_a_model_is_wrapped_once_and_with_its_own_optimizer(kind: str, tmp_path:
         assert training.step() == twin.step()
 
 
-@sharded_kinds
+@kinds
 def test_what_is_left_when_the_other_is_gone(kind: str, tmp_path: Path) -> None:
     training, twin = Training(kind), Training(kind)
     assert training.step() == twin.step()
