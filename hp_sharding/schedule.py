@@ -366,13 +366,15 @@ class Schedule:
 
     def explain(self, error: Exception) -> Exception | None:
         """Part of ``backward.BackwardListener``: what an operation without its parameter's value says is no help."""
-        if self._units is None or not any(sign in str(error) for sign in _SIGNS_OF_FREED):
+        all_there = all(buffer.status is Status.READY for buffer in self.buffers)
+        if all_there or not any(sign in str(error) for sign in _SIGNS_OF_FREED):
             return None
         return StateError(
-            f"rank {self.reducer.rank}: the backward needs the value of a parameter that is sharded again. An "
-            "operation outside every layer's forward has used it, or one whose result a layer neither returned nor "
-            "kept as an attribute. Run forward and backward inside 'with hp_sharding.full_parameters(model):', or use "
-            "the parameter in the forward of a layer that returns what comes of it"
+            f"rank {self.reducer.rank}: the backward needs the value of a parameter that is sharded again. A step() or "
+            "load() has come between its forward and it; or, in stage 3, an operation outside every layer's forward "
+            "has used it, or one whose result a layer neither returned nor kept as an attribute. Run forward and "
+            "backward inside 'with hp_sharding.full_parameters(model):', or use the parameter in the forward of a "
+            "layer that returns what comes of it"
         )
 
     def _end_units(self) -> None:
@@ -400,10 +402,12 @@ class Schedule:
             StateError: nothing may change while a backward is under way.
         """
         if backward.in_backward():
-            raise StateError(
+            error = StateError(
                 f"rank {self.reducer.rank}: step() or load() inside a backward, whose gradients are not all there yet. "
                 "Call it after backward() has returned, and not in a hook"
             )
+            backward.keep_error(error)
+            raise error
         self.forget_forward()
         if self._timeline.enabled:
             self._timeline.enter("step()", "")

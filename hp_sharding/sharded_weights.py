@@ -86,9 +86,9 @@ def optimizer_weights(
 def check_weights(model: Any) -> None:
     """Raises ConfigError for what is no ``model.sharded_state_dict()``."""
     is_mapping = isinstance(model, Mapping)
-    wrong = next((key for key in model if not hasattr(model[key], "local_tensor")), None) if is_mapping else None
-    if not is_mapping or wrong is not None:
-        found = shown(model) if not is_mapping else f"{shown(wrong)}: {shown(model[wrong])}"
+    wrong = [key for key in model if not hasattr(model[key], "local_tensor")] if is_mapping else []
+    if not is_mapping or wrong:
+        found = f"{shown(wrong[0])}: {shown(model[wrong[0]])}" if wrong else shown(model)
         raise ConfigError(
             "model_sharded_state_dict: expected a dict of names and ShardedWeights, as model.sharded_state_dict() "
             f"gives it, found {found}"

@@ -69,7 +69,7 @@ def _things() -> list[Any]:
 def wrong_values() -> st.SearchStrategy[Any]:
     """Whatever a script may hand over by mistake."""
     drawn = [st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4), st.binary(max_size=4)]
-    return st.one_of(st.sampled_from(range(len(_things()))).map(_things().__getitem__), *drawn)
+    return st.one_of(st.sampled_from(range(len(_things()))).map(lambda number: _things()[number]), *drawn)
 
 
 # -- what is right -----------------------------------------------------------------------------------------------------
@@ -102,6 +102,11 @@ def whole(low: float, high: float = float("inf")) -> Callable[[Any], bool]:
     return lambda value: is_number(value) and isinstance(value, numbers.Integral) and low <= value <= high
 
 
+def count(value: Any) -> bool:
+    """One or more, as many as anybody likes."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def positive(most: float, least: float = 0.0) -> Callable[[Any], bool]:
     return lambda value: is_number(value) and 0 < value <= most and value >= least
 
@@ -118,7 +123,8 @@ def no_path(value: Any) -> bool:
 
 def alone(value: Any) -> bool:
     """A group of this process."""
-    return value is None or (isinstance(value, (list, tuple, range)) and [*value] == [0])
+    is_list = isinstance(value, (list, tuple, range)) and len(value) == 1
+    return value is None or (is_list and type(value[0]) is int and value[0] == 0)
 
 
 def a_layer(value: Any) -> bool:
@@ -148,7 +154,10 @@ def savable(value: Any) -> bool:
     return not (isinstance(value, never) or callable(value) or type(value) is object)
 
 
-_ADVICE = ("xpected", "Call ", "call ", "Pass ", "pass ", "Use ", "use ", "Load ", "Give ", "Wrap ", "wrap ")
+_ADVICE = (
+    "xpected", "known keys", "before ", "Call ", "call ", "Pass ", "pass ", "Use ", "use ", "Load ", "Give ", "Wrap ",
+    "wrap ", "Make ", "Keep ", "Set ", "leave ",
+)  # fmt: skip
 """Words of which every message has one."""
 
 
@@ -180,21 +189,33 @@ def refused(call: Callable[[], Any], *names: str) -> str:
     return text
 
 
-def try_wrong(training: Training, call: Callable[..., Any], arguments: Arguments, *, examples: int = 30) -> None:
-    """Calls with one or more of the arguments wrong and the others right."""
+def try_wrong(training: Training, call: Callable[..., Any], arguments: Arguments, *, examples: int = 8) -> None:
+    """Calls with each of the arguments wrong in every way, the others right; then with one or two wrong at random."""
+
+    def attempt(wrong: dict[str, Any]) -> None:
+        others = {name: argument.right(training) for name, argument in arguments.items() if name not in wrong}
+        refused(lambda: call(training, **others, **wrong), *wrong)
+
+    for name, argument in arguments.items():
+        for number, thing in enumerate([None, True, False, *_things()]):
+            if not argument.accepts(thing):
+                try:
+                    attempt({name: thing})
+                except BaseException as error:
+                    raise AssertionError(
+                        f"{name}: wrong value {number} of {len(_things()) + 3}, {type(thing)}"
+                    ) from error
 
     @settings(
         max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
     )
     @given(st.data())
-    def run(data: st.DataObject) -> None:
+    def at_random(data: st.DataObject) -> None:
         chosen = data.draw(st.lists(st.sampled_from(sorted(arguments)), min_size=1, max_size=2, unique=True))
-        drawn = {name: data.draw(wrong_values().filter(_refuses(arguments[name])), label=name) for name in chosen}
         note(f"wrong: {', '.join(chosen)}")
-        others = {name: argument.right(training) for name, argument in arguments.items() if name not in drawn}
-        refused(lambda: call(training, **others, **drawn), *chosen)
+        attempt({name: data.draw(wrong_values().filter(_refuses(arguments[name])), label=name) for name in chosen})
 
-    run()
+    at_random()
 
 
 def _refuses(argument: Argument) -> Callable[[Any], bool]:

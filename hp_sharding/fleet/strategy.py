@@ -78,8 +78,9 @@ class DistributedStrategy(PaddleStrategy):
 
     @hp_sharding_configs.setter
     def hp_sharding_configs(self, configs: Mapping[str, Any]) -> None:
-        ShardingConfig.from_dict(configs)
-        self._hp_sharding_configs = dict(configs)
+        config = ShardingConfig.from_dict(configs)
+        # As the config keeps them: a list or a dict among the values may change later.
+        self._hp_sharding_configs = {key: getattr(config, key) for key in configs}
 
     @property
     def hybrid_configs(self) -> dict[str, Any]:
@@ -339,8 +340,7 @@ def _check_order(order: Any) -> None:
     """Paddle compares nothing here, and fails in the midst of ``fleet.init``."""
     axes = list(order) if isinstance(order, (list, tuple)) else []
     strange = [axis for axis in axes if not isinstance(axis, str) or axis not in (*_ORDERED, *_ORDERED_TOO)]
-    lacking = [axis for axis in _ORDERED if axis not in axes]
-    if strange or lacking or len(set(axes)) < len(axes):
+    if strange or not set(_ORDERED) <= set(axes) or len(set(axes)) < len(axes):
         raise ConfigError(
             f"hybrid_configs['order']={shown(order)}: expected a list of {', '.join(_ORDERED)}, each once, and of "
             f"{', '.join(_ORDERED_TOO)} if need be"

@@ -180,7 +180,7 @@ def write_together(subject: Subject, trace: Trace | None, path: str | os.PathLik
         from ..trace import chrome
 
         try:
-            chrome.write(trace, as_path(path) or "")
+            chrome.write(trace, arguments.as_path("path", path, "the path of a file"))
         except Exception as error:  # noqa: BLE001 - whatever it is, the others wait to hear of it
             why = str(error) or type(error).__name__
             trouble = f"the first rank could not write the trace to {arguments.shown(path)}: {why}"

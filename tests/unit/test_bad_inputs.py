@@ -29,6 +29,7 @@ from tests.mistakes import (
     Training,
     a_layer,
     alone,
+    count,
     either,
     empty_dict,
     flag,
@@ -177,11 +178,11 @@ CALLS: dict[str, Arguments] = {
     "timeline.json_lines": {"path": Argument(lambda _: "steps.jsonl", path)},
     "timeline.scalars": {
         "writer": Argument(lambda _: _Writer(), nothing),
-        "every": Argument(lambda _: 1, lambda value: whole(1)(value) and isinstance(value, int)),
+        "every": Argument(lambda _: 1, count),
     },
     "Timeline.add_sink": {"sink": Argument(lambda _: print, callable)},
     "Timeline.record": {
-        "steps": Argument(lambda _: None, lambda value: value is None or (whole(1)(value) and isinstance(value, int))),
+        "steps": Argument(lambda _: None, either(only_none, count)),
         "path": Argument(lambda _: None, no_path),
     },
     "Timeline.write": {"path": Argument(lambda _: None, path)},
@@ -339,7 +340,7 @@ def _called(name: str) -> Callable[..., Any]:
 @pytest.mark.parametrize("name", OPTIMIZER)
 def test_wrong_arguments_of_an_optimizer(name: str, kind: str) -> None:
     pair = _pair(kind)
-    try_wrong(pair.exposed, _called(f"optimizer.{name}"), OPTIMIZER[name], examples=25)
+    try_wrong(pair.exposed, _called(f"optimizer.{name}"), OPTIMIZER[name])
     pair.check()
 
 
@@ -348,7 +349,7 @@ def test_wrong_arguments_of_an_optimizer(name: str, kind: str) -> None:
 def test_wrong_arguments(name: str, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     pair = _pair(kind)
-    try_wrong(pair.exposed, _called(name), CALLS[name], examples=40)
+    try_wrong(pair.exposed, _called(name), CALLS[name])
     pair.check()
     assert not list(tmp_path.iterdir()), "something was written"
     assert not list(_folder().glob("refused*"))
@@ -386,7 +387,7 @@ def test_wrong_settings(key: str) -> None:
             fleet.sharding_config(None, given)
         ShardingConfig(**given)
 
-    try_wrong(_pair("plain").exposed, call, {key: Argument(lambda _: None, CONFIG[key])}, examples=60)
+    try_wrong(_pair("plain").exposed, call, {key: Argument(lambda _: None, CONFIG[key])})
 
 
 @pytest.mark.parametrize("key", HYBRID)
@@ -399,7 +400,7 @@ def test_wrong_degrees_and_tables(key: str) -> None:
         finally:
             assert str(strategy.strategy) == before
 
-    try_wrong(_pair("plain").exposed, call, {key: Argument(lambda _: None, HYBRID[key])}, examples=40)
+    try_wrong(_pair("plain").exposed, call, {key: Argument(lambda _: None, HYBRID[key])})
 
 
 @pytest.mark.parametrize("table", ["hp_sharding_configs", "hybrid_configs"])
@@ -407,7 +408,7 @@ def test_wrong_tables(table: str) -> None:
     def call(_: Any, configs: Any) -> None:
         setattr(fleet.DistributedStrategy(), table, configs)
 
-    try_wrong(_pair("plain").exposed, call, {"configs": Argument(lambda _: {}, empty_dict)}, examples=60)
+    try_wrong(_pair("plain").exposed, call, {"configs": Argument(lambda _: {}, empty_dict)})
 
 
 @pytest.mark.parametrize("kind", ["plain", "mixed", "stage 2"])
@@ -419,9 +420,10 @@ def test_states_with_something_wrong_in_them(kind: str) -> None:
     def call(training: Training, **wrong: Any) -> None:
         training.optimizer.set_state_dict({**state, **{keys[name]: value for name, value in wrong.items()}})
 
-    some = list(keys)[:: max(1, len(keys) // 8)] + [name for name, key in keys.items() if not key.startswith("linear")]
+    some = [name for name, key in keys.items() if key in ("LR_Scheduler", "hp_sharding_layout", "master_weights")]
+    some += list(keys)[:: len(keys) // 2]
     arguments = {name: Argument(lambda training, name=name: state[keys[name]], nothing) for name in some}
-    try_wrong(pair.exposed, call, arguments, examples=60)
+    try_wrong(pair.exposed, call, arguments)
     for key in keys.values():
         if key != "LR_Scheduler":
             refused(lambda key=key: pair.exposed.optimizer.set_state_dict({k: v for k, v in state.items() if k != key}))

@@ -132,7 +132,7 @@ def test_a_second_backward_of_a_graph_whose_parameters_were_updated(kind: str) -
     loss = training.forward()
     loss.backward(retain_graph=True)
     training.optimizer.step()
-    with contextlib.suppress(StateError, RuntimeError):
+    with contextlib.suppress(StateError):
         loss.backward()
     training.optimizer.clear_grad(set_to_zero=False)
     training.number += 1
@@ -265,8 +265,6 @@ def test_a_save_anywhere_is_of_that_moment_and_shows_nowhere(kind: str, where: s
         else:
             save(side)
             save(side)
-        if where == "inside no_sync" and isinstance(side, Plain):
-            _backward(side)
         side.optimizer.step()
         side.optimizer.clear_grad()
 
@@ -458,7 +456,7 @@ def test_a_start_that_is_refused_leaves_the_one_before(monkeypatch: pytest.Monke
     assert fleet.distributed_model(model) is model
     refused(lambda: fleet.distributed_model(model))
     inner = make_optimizer("SGD", model)
-    refused(lambda: fleet.distributed_optimizer(make_optimizer("SGD", make_model("mlp"))))
+    refused(lambda: fleet.distributed_optimizer(make_optimizer("SGD", make_model("mlp"))), "it must have")
     optimizer = fleet.distributed_optimizer(inner)
     refused(lambda: fleet.distributed_optimizer(inner))
     refused(lambda: fleet.distributed_optimizer(optimizer))

@@ -27,7 +27,8 @@ OTHERS = {
 """Of options whose types are the package's own."""
 GIVEN = {
     "show": ["missing.json"], "diff": ["missing.json", "missing.json"], "inspect": ["missing"], "verify": ["missing"],
-    "convert": ["missing", "new", "--to", "paddle"], "plan": ["layers.json"], "doctor": [], "run": ["missing.py"],
+    "convert": ["missing", "new", "--to", "paddle"], "plan": ["layers.json", "--bandwidth-gbit=1"], "doctor": [],
+    "run": ["missing.py"],
 }  # fmt: skip
 """Arguments of each command beside the wrong ones."""
 
@@ -81,7 +82,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_wrong_values_of_options_are_named(path: tuple[str, ...], here: Path) -> None:
     for option in _options(path):
         for value in _wrong(path, option, here):
-            found = _invoke(*path, f"{option.opts[0]}={value}", *GIVEN[path[-1]])
+            found = _invoke(*path, *GIVEN[path[-1]], f"{option.opts[0]}={value}")
             assert found.exit_code == 2, f"{option.opts[0]}={value}: {found.output}"
             assert option.opts[0] in found.output, f"{option.opts[0]}={value}: {found.output}"
     assert not list(here.iterdir())
@@ -143,9 +144,9 @@ def test_files_that_hold_something_else(content: bytes, here: Path) -> None:
     for arguments in (
         ["trace", "show", "file.json"],
         ["trace", "diff", "file.json", "file.json"],
-        ["plan", "file.json"],
-        ["plan", "layers.json", "--hardware", "file.json"],
-        ["plan", "layers.json", "--compute-from", "file.json"],
+        ["plan", "file.json", "--bandwidth-gbit=1"],
+        ["plan", "layers.json", "--hardware=file.json"],
+        ["plan", "layers.json", "--bandwidth-gbit=1", "--compute-from=file.json"],
         ["checkpoint", "inspect", "file.json"],
         ["checkpoint", "verify", "checkpoint"],
         ["checkpoint", "convert", "checkpoint", "new", "--to", "paddle"],
