@@ -307,12 +307,18 @@ def _as_choice_by_unit(key: str, value: object) -> bool | dict[str | type, bool]
 def _as_dtype(key: str, value: object) -> str | None:
     if value is None:
         return None
-    # Paddle's dtypes print as paddle.bfloat16; this module stays free of Paddle.
-    name = value if isinstance(value, str) else shown(value)
-    name = name.removeprefix("paddle.")
+    name = _text(value).removeprefix("paddle.")
     if name not in ("float32", *SHORT_DTYPES):
         raise wrong_value(key, value, "'float32', 'bfloat16', 'float16' or None")
     return name
+
+
+def _text(value: object) -> str:
+    """Paddle's dtypes print as paddle.bfloat16; this module stays free of Paddle."""
+    try:
+        return str(value)
+    except Exception:  # noqa: BLE001 - what cannot even be printed is no dtype
+        return ""
 
 
 def _as_choice(key: str, value: object, choices: tuple[str, ...]) -> str:

@@ -99,7 +99,7 @@ def is_number(value: Any) -> bool:
 
 
 def whole(low: float, high: float = float("inf")) -> Callable[[Any], bool]:
-    return lambda value: is_number(value) and isinstance(value, numbers.Integral) and low <= value <= high
+    return lambda value: is_number(value) and isinstance(value, numbers.Integral) and low <= int(value) <= high
 
 
 def count(value: Any) -> bool:

@@ -45,15 +45,15 @@ def _nobody() -> int:
 
 MISTAKES: dict[str, Callable[[Wrapped], Any]] = {
     "clear_grad": lambda run: run.optimizer.clear_grad("yes"),  # type: ignore[arg-type]
-    "minimize": lambda run: run.optimizer.minimize(None),  # type: ignore[arg-type]
+    "minimize": lambda run: run.optimizer.minimize(None),
     "minimize some": lambda run: run.optimizer.minimize(paddle.ones([]), parameters=run.model.parameters()[:1]),
     "no_sync": _no_sync,
-    "full_grad of nothing": lambda run: run.optimizer.full_grad(None),  # type: ignore[arg-type]
+    "full_grad of nothing": lambda run: run.optimizer.full_grad(None),
     "full_grad of another's": lambda run: run.optimizer.full_grad(_other()[0].gain),
     "set_full_grad of another shape": lambda run: run.optimizer.set_full_grad(run.model.gain, np.zeros(4, "float32")),
     "set_full_grad of another dtype": lambda run: run.optimizer.set_full_grad(run.model.gain, [1, 2, 3, 4, 5]),
     "set_full_grad to nothing": lambda run: run.optimizer.set_full_grad(run.model.gain, object()),
-    "clip to nothing": lambda run: run.optimizer.clip_grad_norm(None),  # type: ignore[arg-type]
+    "clip to nothing": lambda run: run.optimizer.clip_grad_norm(None),
     "clip to less than nothing": lambda run: run.optimizer.clip_grad_norm(-1.0),
     "clip to NaN": lambda run: run.optimizer.clip_grad_norm(float("nan")),
     "clip by another norm": lambda run: run.optimizer.clip_grad_norm(1.0, 1.0),
@@ -140,7 +140,7 @@ WAIT_S = 3.0
 WRONG: dict[str, tuple[Callable[[Wrapped, Any], Any], Callable[[Wrapped, Any], Any]]] = {
     "full_grad": (
         lambda run, _: run.optimizer.full_grad(run.model.gain),
-        lambda run, _: run.optimizer.full_grad(None),  # type: ignore[arg-type]
+        lambda run, _: run.optimizer.full_grad(None),
     ),
     "save": (
         lambda run, folder: hp_sharding.save(f"{folder}/saved", run.model, run.optimizer),

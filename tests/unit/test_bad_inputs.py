@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,11 @@ CLASSES: dict[str, type] = {
     "Recording": timeline.Recording,
     "PendingSave": PendingSave,
 }
+
+
+@functools.cache
+def _folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="hp_sharding_inputs_"))
 
 
 def _param(training: Training) -> Any:
@@ -230,13 +237,6 @@ class _Writer:
 
 
 @functools.cache
-def _folder() -> Path:
-    import tempfile
-
-    return Path(tempfile.mkdtemp(prefix="hp_sharding_inputs_"))
-
-
-@functools.cache
 def _pair(kind: str) -> Pair:
     pair = Pair(kind)
     hp_sharding.save(_folder() / kind, pair.twin.model, pair.twin.optimizer)
@@ -246,8 +246,6 @@ def _pair(kind: str) -> Pair:
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_afterwards() -> Iterator[None]:
-    import shutil
-
     yield
     shutil.rmtree(_folder())
     _pair.cache_clear()
@@ -411,6 +409,10 @@ def test_wrong_tables(table: str) -> None:
     try_wrong(_pair("plain").exposed, call, {"configs": Argument(lambda _: {}, empty_dict)})
 
 
+def _value_of(state: dict[str, Any], key: str, training: Training) -> Any:
+    return state[key]
+
+
 @pytest.mark.parametrize("kind", ["plain", "mixed", "stage 2"])
 def test_states_with_something_wrong_in_them(kind: str) -> None:
     pair = _pair(kind)
@@ -422,11 +424,11 @@ def test_states_with_something_wrong_in_them(kind: str) -> None:
 
     some = [name for name, key in keys.items() if key in ("LR_Scheduler", "hp_sharding_layout", "master_weights")]
     some += list(keys)[:: len(keys) // 2]
-    arguments = {name: Argument(lambda training, name=name: state[keys[name]], nothing) for name in some}
+    arguments = {name: Argument(functools.partial(_value_of, state, keys[name]), nothing) for name in some}
     try_wrong(pair.exposed, call, arguments)
     for key in keys.values():
-        if key != "LR_Scheduler":
-            refused(lambda key=key: pair.exposed.optimizer.set_state_dict({k: v for k, v in state.items() if k != key}))
+        less = {name: value for name, value in state.items() if name != key}
+        refused(functools.partial(pair.exposed.optimizer.set_state_dict, less))
     refused(lambda: pair.exposed.optimizer.set_state_dict({**state, 7: np.zeros([1], "float32")}))
     pair.exposed.optimizer.set_state_dict(state)
     pair.check()
@@ -434,6 +436,7 @@ def test_states_with_something_wrong_in_them(kind: str) -> None:
 
 def test_an_unknown_argument_is_one_to_python() -> None:
     training = _pair("stage 2").exposed
-    for call in (training.optimizer.clear_grad, training.optimizer.no_sync, hp_sharding.save, fleet.init):
+    calls: list[Any] = [training.optimizer.clear_grad, training.optimizer.no_sync, hp_sharding.save, fleet.init]
+    for call in calls:
         with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
             call(nonsense=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import re
 import threading
@@ -232,7 +233,7 @@ def _elsewhere(act: Callable[[], Any]) -> None:
 def test_full_parameters_of_a_part_or_of_what_holds_the_model_are_refused(kind: str) -> None:
     training = Training(kind)
     for other in (training.model.layers[0], nn.Sequential(training.model)):
-        text = refused(lambda other=other: full_parameters(other).__enter__())
+        text = refused(full_parameters(other).__enter__)
         assert "Pass the very model that was wrapped" in text
     training.step()
 
@@ -380,21 +381,22 @@ def test_settings_that_name_nothing_are_refused_before_anybody_is_asked(
 
 
 def test_settings_are_what_they_were_when_the_model_was_wrapped() -> None:
-    kept, classes = {"layers.0": False}, [nn.Linear]
-    given = {"stage": 3, "reshard_after_forward": kept, "units": classes}
+    kept: dict[str, Any] = {"layers.0": False}
+    classes: list[Any] = [nn.Linear]
+    given: dict[str, Any] = {"stage": 3, "reshard_after_forward": kept, "units": classes}
     strategy = fleet.DistributedStrategy()
     strategy.hp_sharding_configs = given
     config = ShardingConfig.from_dict(given)
     model = make_model("mlp")
     rig = wrap(model, make_optimizer("SGD", model), **given)
-    kept["layers.1"], given["stage"] = 7, 9  # type: ignore[assignment]
-    classes.append(int)  # type: ignore[arg-type]
+    kept["layers.1"], given["stage"] = 7, 9
+    classes.append(int)
     for found in (config, rig.optimizer.config, fleet.sharding_config(strategy)):
         assert (found.stage, found.reshard_after_forward, found.units) == (3, {"layers.0": False}, (nn.Linear,))
     with pytest.raises(dataclasses.FrozenInstanceError):
         rig.optimizer.config.stage = 1  # type: ignore[misc]
     with pytest.raises(TypeError):
-        strategy.hp_sharding_configs["stage"] = 1  # type: ignore[index]
+        strategy.hp_sharding_configs["stage"] = 1
 
 
 # -- steps inside a backward -------------------------------------------------------------------------------------------
@@ -445,14 +447,14 @@ def test_a_start_that_is_refused_leaves_the_one_before(monkeypatch: pytest.Monke
     monkeypatch.setattr(fleet, "_SESSION", session)
     model = make_model("mlp")
     for call in (fleet.distributed_model, fleet.distributed_optimizer, fleet.distributed_scaler):
-        assert "before fleet.init" in refused(lambda call=call: call(model))
+        assert "before fleet.init" in refused(functools.partial(call, model))
     strategy = fleet.DistributedStrategy()
     strategy.hp_sharding_configs = {"stage": 1, "main_grad": True}
     fleet.init(strategy=strategy)
     for degrees in ({"sharding_degree": 3}, {"dp_degree": -5}, {"mp_degree": -1}, {"pp_degree": 2}):
         other = fleet.DistributedStrategy()
         other.hybrid_configs = degrees
-        refused(lambda other=other: fleet.init(strategy=other))
+        refused(functools.partial(fleet.init, strategy=other))
     assert fleet.distributed_model(model) is model
     refused(lambda: fleet.distributed_model(model))
     inner = make_optimizer("SGD", model)
