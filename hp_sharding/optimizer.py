@@ -13,18 +13,19 @@ from typing import Any, Protocol
 import paddle
 
 from .arena import GradientArena
+from .arguments import as_flag
 from .buffer import FusedCommBuffer
 from .comm import allocated_bytes
 from .config import ShardingConfig
 from .errors import ConfigError, StateError
 from .facts import publish
-from .gradients import LocalGrad, ReducedGradients
+from .gradients import LocalGrad, ReducedGradients, check_minimize
 from .layout import model_state_bytes
 from .nonfinite import NonFiniteCheck
 from .reduction import Reducer
 from .scaling import SCALER_GRADIENTS, SCALER_READS, is_scaler, plain_answer
 from .schedule import Schedule
-from .sharded_weights import model_weights, optimizer_weights, slices_of
+from .sharded_weights import check_weights, model_weights, optimizer_weights, slices_of
 from .states import RankState
 from .timeline import Timeline
 from .updates import InnerUpdates
@@ -85,6 +86,7 @@ class ShardedOptimizer:
         self.tuning: Tuning | None = None
         self._take_parts(arena, updates, names)
         self._baseline_bytes = 0
+        self._paused: list[str] = []
         self._state = RankState(inner, schedule, tensor=updates.sums.tensor)
         self.steps = 0
         self.failure: str | None = None
@@ -184,6 +186,7 @@ class ShardedOptimizer:
             CommError: a collective under way failed.
         """
         self.check_usable()
+        set_to_zero = as_flag("set_to_zero", set_to_zero)
         awaits_backward = self._reducer.armed
         self._schedule.forget_forward()
         self._reducer.clear(set_to_zero)
@@ -195,8 +198,12 @@ class ShardedOptimizer:
 
     clear_gradients = clear_grad
 
-    def minimize(self, loss: paddle.Tensor, *_: Any, **__: Any) -> tuple[None, list[Any]]:
-        """``step()``, as ``Optimizer.minimize`` does in dygraph after ``loss.backward()``."""
+    def minimize(self, loss: paddle.Tensor, *args: Any, **kwargs: Any) -> tuple[None, list[Any]]:
+        """``step()``, as ``Optimizer.minimize`` does in dygraph after ``loss.backward()``.
+
+        Raises as ``step()`` does, and ConfigError where other parameters than all of the optimizer's are asked for.
+        """
+        check_minimize(loss, *args, **kwargs)
         self.step()
         return None, []
 
@@ -204,24 +211,22 @@ class ShardedOptimizer:
     def no_sync(self, *, replicate_only: bool = False) -> Iterator[None]:
         """Inside, backwards add up gradients locally and send nothing; the next backward outside reduces the sum.
 
-        Holds full gradients meanwhile, in every stage. May be nested; restores the state found, also after an
-        exception. Every rank must use it alike.
+        Holds full gradients meanwhile, in every stage. May be nested, and left in any order and by an exception: while
+        one is open nothing is sent. Every rank must use it alike.
 
         Args:
             replicate_only: gradients are reduced over the shard group all the same, which needs less memory, and only
                 the all-reduce over the replicas waits for the next backward outside. Changes nothing where there is
                 one replica.
         """
-        reducer = self._reducer
-        before = reducer.sync, reducer.replicate
-        if replicate_only:
-            reducer.replicate = False
-        else:
-            reducer.sync = False
+        flag = "replicate" if as_flag("replicate_only", replicate_only) else "sync"
+        self._paused.append(flag)
+        setattr(self._reducer, flag, False)
         try:
             yield
         finally:
-            reducer.sync, reducer.replicate = before
+            self._paused.remove(flag)
+            setattr(self._reducer, flag, flag not in self._paused)
 
     @paddle.no_grad()
     def full_grad(self, param: paddle.Tensor) -> paddle.Tensor | None:
@@ -304,7 +309,7 @@ class ShardedOptimizer:
             ``float()`` of it waits for the device; nothing else here does, unless ``check_nan_inf`` is on.
 
         Raises:
-            ConfigError: another ``norm_type``.
+            ConfigError: another ``norm_type``, or a ``max_norm`` that is no number or below 0.
             StateError: the norm is not finite, where that is an error; the backward failed on some rank; or
                 ``check_nan_inf="raise"`` has found something. Nothing has been scaled.
             CommError: a collective failed.
@@ -352,6 +357,7 @@ class ShardedOptimizer:
         Raises:
             ConfigError: it lacks a parameter that this optimizer updates.
         """
+        check_weights(model_sharded_state_dict)
         self._settle_gathers()
         return optimizer_weights(self._inner, slices_of(self.buffers), self._state.masters(), model_sharded_state_dict)
 

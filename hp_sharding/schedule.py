@@ -368,13 +368,15 @@ class Schedule:
 
     def explain(self, error: Exception) -> Exception | None:
         """Part of ``backward.BackwardListener``: what an operation without its parameter's value says is no help."""
-        if self._units is None or not any(sign in str(error) for sign in _SIGNS_OF_FREED):
+        all_there = all(buffer.status is Status.READY for buffer in self.buffers)
+        if all_there or not any(sign in str(error) for sign in _SIGNS_OF_FREED):
             return None
         return StateError(
-            f"rank {self.reducer.rank}: the backward needs the value of a parameter that is sharded again. An "
-            "operation outside every layer's forward has used it, or one whose result a layer neither returned nor "
-            "kept as an attribute. Run forward and backward inside 'with hp_sharding.full_parameters(model):', or use "
-            "the parameter in the forward of a layer that returns what comes of it"
+            f"rank {self.reducer.rank}: the backward needs the value of a parameter that is sharded again. A step() or "
+            "load() has come between its forward and it; or, in stage 3, an operation outside every layer's forward "
+            "has used it, or one whose result a layer neither returned nor kept as an attribute. Run forward and "
+            "backward inside 'with hp_sharding.full_parameters(model):', or use the parameter in the forward of a "
+            "layer that returns what comes of it"
         )
 
     def _end_units(self) -> None:
@@ -396,7 +398,18 @@ class Schedule:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Start of ``step()``: nothing is inside a forward any more, and no parameter has left its bucket."""
+        """Start of ``step()``: nothing is inside a forward any more, and no parameter has left its bucket.
+
+        Raises:
+            StateError: nothing may change while a backward is under way.
+        """
+        if backward.in_backward():
+            error = StateError(
+                f"rank {self.reducer.rank}: step() or load() inside a backward, whose gradients are not all there yet. "
+                "Call it after backward() has returned, and not in a hook"
+            )
+            backward.keep_error(error)
+            raise error
         self.forget_forward()
         if self._timeline.enabled:
             self._timeline.enter("step()", "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from paddle.base.framework import EagerParamBase
 
 from . import guard, hooks
 from .alike import About, about_training, check_alike
+from .arguments import shown
 from .assembly import CONTROL, Foundation, LayOut, Member, assemble
 from .broadcast import broadcast_state, check_state_exists
 from .buffer import BufferPlace, FusedCommBuffer, Status
@@ -113,6 +115,7 @@ def shard(
             "a dict"
         )
     check_wrap(model, optimizer)
+    check_units(model, config)
     check_dtypes(model, optimizer, config)
     if grid.n_ranks > 1 or grid.tensor:
         check_split(optimizer, grid.tensor)
@@ -172,6 +175,7 @@ def shard_over(
     ``compared`` says that the ranks have told each other all about it already.
     """
     check_wrap(model, optimizer)
+    check_units(model, config)
     baseline_bytes = allocated_bytes() - _param_bytes(model)
     if not lanes and (config.is_mixed or config.gradient_divisor(1) != 1):
         me = paddle.distributed.get_rank()
@@ -241,6 +245,17 @@ def check_wrap(model: nn.Layer, optimizer: paddle.optimizer.Optimizer) -> None:
     sparse = guard.sparse_embedding(model)
     if sparse is not None:
         raise ConfigError(sparse)
+
+
+def check_units(model: nn.Layer, config: ShardingConfig) -> None:
+    """Raises ConfigError for ``units`` and ``reshard_after_forward`` that name nothing in the model."""
+    kinds = () if isinstance(config.units, str) else tuple(config.units)
+    if kinds and not any(isinstance(layer, kinds) for layer in model.sublayers(include_self=True)):
+        raise ConfigError(
+            f"units={shown(list(kinds))}: expected classes of layers in this {type(model).__name__}, which has none of "
+            "them. Leave units out, or name the class of its blocks"
+        )
+    _kept_units(find_units(model, config.units), config)
 
 
 def check_dtypes(model: nn.Layer, optimizer: paddle.optimizer.Optimizer, config: ShardingConfig) -> None:
@@ -334,12 +349,21 @@ def build(
 def full_parameters(model: nn.Layer) -> Iterator[nn.Layer]:
     """Inside, every parameter of a wrapped model is readable and writable; what is written is kept.
 
-    Collective: every rank enters and leaves it, and writes the same. Outside a wrapped model it does nothing.
+    Collective: every rank enters and leaves it, and writes the same. With a model that is not wrapped it does nothing.
 
     Raises:
+        ConfigError: not a layer; or a layer of a wrapped model or one around it, and not the very model.
         CommError: a gather failed.
     """
+    if not isinstance(model, nn.Layer):
+        raise ConfigError(f"model: expected a paddle.nn.Layer, got {type(model).__name__}")
     schedule = schedule_of(model)
+    shared = guard.held_param(model) if schedule is None else None
+    if shared is not None:
+        raise ConfigError(
+            f"full_parameters: parameter '{shared}' belongs to a model that is sharded, of which this "
+            f"{type(model).__name__} is a layer or a wrapper. Pass the very model that was wrapped"
+        )
     if schedule is None:
         yield model
         return
@@ -372,14 +396,31 @@ def _grid(shard_group: Any, replicate_group: Any, tensor_group: Any) -> Grid:
 
 
 def _ranks(name: str, group: Any) -> list[int]:
-    me = paddle.distributed.get_rank()
-    try:
-        ranks = [int(rank) for rank in getattr(group, "ranks", group)]
-    except (TypeError, ValueError):
-        ranks = []
+    me, world = paddle.distributed.get_rank(), paddle.distributed.get_world_size()
+    ranks = _as_ranks(getattr(group, "ranks", group))
     if me not in ranks:
-        raise ConfigError(f"{name}: expected a Paddle group or ranks, this process's ({me}) among them, not {group!r}")
+        raise ConfigError(
+            f"{name}: expected a Paddle group or ranks, this process's ({me}) among them, not {shown(group)}"
+        )
+    # Before the environment is there nobody knows how many there will be.
+    beyond = [rank for rank in ranks if rank < 0 or (rank >= world and paddle.distributed.is_initialized())]
+    if beyond or len(set(ranks)) < len(ranks):
+        raise ConfigError(
+            f"{name}: expected each of its ranks once, and all of them from 0 to {world - 1}, not {shown(ranks)}"
+        )
     return ranks
+
+
+def _as_ranks(given: Any) -> list[int]:
+    """A list or the like of whole numbers, in an order that all ranks agree on; empty for anything else."""
+    if isinstance(given, (str, bytes, bytearray, Mapping, set, frozenset, paddle.Tensor)):
+        return []
+    try:
+        ranks = list(given)
+    except TypeError:
+        return []
+    whole = all(isinstance(rank, numbers.Integral) and not isinstance(rank, bool) for rank in ranks)
+    return [int(rank) for rank in ranks] if whole else []
 
 
 def _spec(entry: UnitParam, config: ShardingConfig, *, masters: bool) -> ParamSpec:

@@ -303,7 +303,10 @@ def _inner_of(model: nn.Layer, optimizer: Any) -> Any:
     schedule = schedule_of(model)
     if isinstance(optimizer, ShardedOptimizer):
         if optimizer._schedule is not schedule:
-            raise ConfigError("the optimizer was wrapped with another model than the one given")
+            raise ConfigError(
+                "the optimizer was wrapped with another model than the one given. Pass the very model that it was "
+                "wrapped with"
+            )
         optimizer.check_usable()
         return optimizer._inner
     if schedule is not None:

@@ -13,10 +13,12 @@ PACKAGE = REPO_ROOT / "hp_sharding"
 
 ORDER = [
     "errors",
+    "arguments",
     "config",
     "layout",
     "trace",
     "progress",
+    "options",
     "comm",
     "timeline",
     "broadcast",
@@ -73,7 +75,7 @@ ORDER = [
 ]
 """Every module and package of hp_sharding. Each may import those above it, and none below."""
 
-WITHOUT_PADDLE = {"errors", "config", "layout", "trace", "foresight"}
+WITHOUT_PADDLE = {"errors", "arguments", "config", "layout", "trace", "foresight"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
 MAX_LINES = 500
 
