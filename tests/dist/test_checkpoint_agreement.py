@@ -238,3 +238,31 @@ def _replaced(rank: int, nranks: int, folder: str) -> None:
 
 def test_ranks_look_again_where_one_has_seen_an_older_one(tmp_path: Path) -> None:
     harness.run(_replaced, 2, str(tmp_path))
+
+
+def _evaluates_alone(rank: int, nranks: int, folder: str, stage: int) -> None:
+    """One rank has gathered already when it saves, loads and waits for a save; the others have not."""
+    run = Run("odd", rank, nranks, {"stage": stage, **BOTH, "reshard_after_step": True})
+
+    def evaluate_on_one_rank() -> None:
+        if rank == nranks - 1:
+            with paddle.no_grad():
+                run.kind.loss(run.model, 0, rank, nranks)
+
+    run.train(range(1))
+    evaluate_on_one_rank()
+    pending = hp_sharding.save(f"{folder}/first", run.model, run.optimizer, asynchronous=True)
+    before = logical.digest(run.parts())
+    run.train(range(1, 2))
+    evaluate_on_one_rank()
+    pending.wait()
+    run.train(range(2, 3))
+    evaluate_on_one_rank()
+    hp_sharding.load(f"{folder}/first", run.model, run.optimizer)
+    assert logical.digest(run.parts()) == before
+    run.train(range(1, 2))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_rank_that_has_evaluated_alone_saves_and_loads_with_the_others(stage: int, tmp_path: Path) -> None:
+    harness.run(_evaluates_alone, 2, str(tmp_path), stage)
