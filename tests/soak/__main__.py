@@ -101,7 +101,9 @@ def _delays(arguments: argparse.Namespace, split: Split, stage: int) -> bool:
         print(
             f"  {time.monotonic() - begin_s:.1f} s, {found[0].n_collectives} collectives a rank, bit for bit the same"
         )
-        well = _nothing_has_grown([each.samples[delays.WARM_UP :] for each in found]) and well
+        samples = [each.samples[delays.WARM_UP :] for each in found]
+        if len(samples[0]) >= delays.FEWEST_SAMPLES:
+            well = _nothing_has_grown(samples) and well
     return well
 
 

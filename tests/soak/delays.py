@@ -44,6 +44,8 @@ COMPARED_EVERY = 50
 """Steps after which the runs are compared, and samples are taken of what may not grow."""
 WARM_UP = 2
 """Samples at the beginning that say nothing: not every layer has been used and updated yet."""
+FEWEST_SAMPLES = 4
+"""After those; fewer do not tell growth from chance."""
 REAL, FAKE = "real", "fake"
 _FORWARDS = 16
 """At most so many batches a step."""
