@@ -264,6 +264,14 @@ class Schedule:
         for other in self._vectors_beside.get(bucket, ()):
             self.gathers.finish(other)
 
+    def start_gathers(self) -> None:
+        """Starts what is queued, before the ranks agree on something between two steps.
+
+        One that has evaluated alone has started it already, and waits for the others' part.
+        """
+        if self._queued is not None:
+            self._queued.start_all()
+
     # -- guard.ValueKeeper ---------------------------------------------------------------------------------------
 
     def make_readable(self, param: EagerParamBase) -> None:
