@@ -117,6 +117,8 @@ class Schedule:
         self._active_total += 1
         if self._trains and not backward.in_backward():
             self.reducer.arm()
+            if self._queued is not None:
+                self._queued.in_use = True
             self._count_entry(unit)
         if self._units is not None:
             self._units.enter(unit, trains=self._trains)
@@ -422,6 +424,8 @@ class Schedule:
             self._timeline.reset()
         self._close_units()
         self._entries = [0] * len(self._entries)
+        if self._queued is not None:
+            self._queued.in_use = False  # forwards that raised may have come further on some ranks than on others
 
     def adopt_layout(self, buffers: Sequence[FusedCommBuffer], reducer: Reducer) -> None:
         """Goes on with other buckets of the same parameters. Nothing is under way, and all hooks stay as they are."""
