@@ -122,11 +122,16 @@ class QueuedGathers(Gathers):
 
     Args:
         ahead: None starts all in ``step()``. 0 does too, where storage stays, and ``step()`` waits for them.
+
+    Attributes:
+        in_use: whether a forward that trains has begun since the parameters were freed, so that its backward may need
+            them. The same on all ranks, unlike what is READY: one rank may have evaluated alone.
     """
 
     def __init__(self, buffers: Sequence[FusedCommBuffer], *, ahead: int | None, timeline: Timeline) -> None:
         super().__init__(buffers, ahead=ahead, timeline=timeline)
         self.keeps_full = self.buffers[0].place.keeps_full
+        self.in_use = False
         self._queue: deque[int] = deque()
         self._stepped = False
 
@@ -153,8 +158,8 @@ class QueuedGathers(Gathers):
             self._start_next()
 
     def unshard(self) -> list[int]:
-        """Part of ``Gathers``; returns the buckets that were freed."""
-        freed = [buffer.layout.number for buffer in self.buffers if buffer.full is None]
+        """Part of ``Gathers``; returns the buckets that are to be freed again."""
+        freed = [] if self.keeps_full or self.in_use else list(self.order)
         self.start_all()
         self.finish_under_way()
         self._pins += 1
@@ -173,6 +178,8 @@ class QueuedGathers(Gathers):
             self._stepped = False
             self._free_all()
             return
+        if freed:
+            self.in_use = False
         for bucket in (bucket for bucket in self.order if bucket in set(freed)):
             self.buffers[bucket].free()
             self.queue([bucket])
@@ -227,6 +234,7 @@ class QueuedGathers(Gathers):
         for buffer in self.buffers:
             if buffer.status is Status.READY:
                 buffer.free()
+        self.in_use = False
         self.queue(self.order)
         # This memory is what the user has asked for; the next forward pays for having it again.
         self.buffers[0].place.pool.trim()

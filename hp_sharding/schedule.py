@@ -119,6 +119,8 @@ class Schedule:
         self._active_total += 1
         if self._trains and not backward.in_backward():
             self.reducer.arm()
+            if self._queued is not None:
+                self._queued.in_use = True
             self._count_entry(unit)
         if self._units is not None:
             self._units.enter(unit, trains=self._trains)
@@ -265,6 +267,14 @@ class Schedule:
         self.gathers.finish(bucket)
         for other in self._vectors_beside.get(bucket, ()):
             self.gathers.finish(other)
+
+    def start_gathers(self) -> None:
+        """Starts what is queued, before the ranks agree on something between two steps.
+
+        One that has evaluated alone has started it already, and waits for the others' part.
+        """
+        if self._queued is not None:
+            self._queued.start_all()
 
     # -- guard.ValueKeeper ---------------------------------------------------------------------------------------
 
@@ -429,6 +439,8 @@ class Schedule:
             self._timeline.reset()
         self._close_units()
         self._entries = [0] * len(self._entries)
+        if self._queued is not None:
+            self._queued.in_use = False  # forwards that raised may have come further on some ranks than on others
 
     def adopt_layout(self, buffers: Sequence[FusedCommBuffer], reducer: Reducer) -> None:
         """Goes on with other buckets of the same parameters. Nothing is under way, and all hooks stay as they are."""

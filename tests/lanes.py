@@ -37,7 +37,7 @@ class Call(NamedTuple):
     nbytes: int
 
 
-class _Delay(Work):
+class Delay(Work):
     """Takes ``delay_s`` once the lane has come to it and the work that it stands behind is done."""
 
     def __init__(self, delay_s: float, after: Work | None) -> None:
@@ -139,7 +139,7 @@ class LateLane(Communicator):
         return work
 
     def _late(self, after: Work | None) -> Work | None:
-        return _Delay(self._random.uniform(0.1, 1.0) * self._delay_s, after) if self._delay_s else after
+        return Delay(self._random.uniform(0.1, 1.0) * self._delay_s, after) if self._delay_s else after
 
 
 class Wrapped(NamedTuple):

@@ -1,4 +1,5 @@
-"""The long loops: starts that must not fail, kills that may cost nothing, faults, steps in which nothing may grow.
+"""The long loops: starts that must not fail, kills that may cost nothing, faults that nobody may hang after, steps in
+which nothing may grow, delays that may change nothing.
 
 Ends with 1 if anything did.
 """
@@ -8,12 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tests import harness
 from tests.faults import HEAD, Case, Seen, row
-from tests.soak import faults, growth, kills, starts
+from tests.soak import delays, faults, growth, kills, starts
 from tests.soak.starts import Split
 
 MB = 2**20
@@ -89,12 +90,36 @@ def _steps(arguments: argparse.Namespace, split: Split, stage: int) -> bool:
     timeout_s = 60 + 2.0 * arguments.count
     samples_of_ranks = harness.run(growth.train_cycles, split.nranks, course, timeout_s=timeout_s)
     print(f"  {time.monotonic() - begin_s:.1f} s", flush=True)
+    return _nothing_has_grown(samples_of_ranks)
+
+
+def _nothing_has_grown(samples_of_ranks: Sequence[list[growth.Sample]]) -> bool:
     grown = [growth.grown(samples) for samples in samples_of_ranks]
     for rank, samples in enumerate(samples_of_ranks):
         print(f"  rank {rank}: {_first_and_last(samples)}")
         for field, text in grown[rank].items():
             print(f"  rank {rank}: {field} HAS GROWN: {text}", flush=True)
     return not any(grown)
+
+
+def _delays(arguments: argparse.Namespace, split: Split, stage: int) -> bool:
+    well = True
+    for course in delays.courses(stage, split, arguments.count, seed=arguments.seed, lanes=arguments.lanes):
+        print(f"{course.steps} steps, {course}", flush=True)
+        begin_s = time.monotonic()
+        try:
+            found = delays.run(course)
+        except harness.RankFailure as failure:
+            print(f"  FAILED after {time.monotonic() - begin_s:.1f} s: {failure}", flush=True)
+            well = False
+            continue
+        print(
+            f"  {time.monotonic() - begin_s:.1f} s, {found[0].n_collectives} collectives a rank, bit for bit the same"
+        )
+        samples = [each.samples[delays.WARM_UP :] for each in found]
+        if len(samples[0]) >= delays.FEWEST_SAMPLES:
+            well = _nothing_has_grown(samples) and well
+    return well
 
 
 def _first_and_last(samples: list[growth.Sample]) -> str:
@@ -113,6 +138,7 @@ LOOPS = {
     "starts": _Loop(_starts, [Split(2, 2)], [2]),
     "kills": _Loop(_kills, [Split(1, 2), Split(2, 2)], [2, 3]),
     "faults": _Loop(_faults, [Split(1, 2)], [2, 3]),
+    "delays": _Loop(_delays, [Split(1, 4), Split(2, 2)], [1, 2, 3]),
     "steps": _Loop(_steps, [Split(1, 2), Split(2, 2)], [1, 2, 3]),
 }
 
@@ -133,7 +159,12 @@ def _parse() -> argparse.Namespace:
     steps = loops.add_parser("steps", help="train many steps, in which nothing may grow")
     steps.add_argument("--count", type=_at_least_one, default=2000, help="steps after the warm-up (default: 2000)")
     steps.add_argument("--model", choices=["mlp", "gpt", "gpt_recompute", "conv"], default="gpt", help="default: gpt")
-    for name, each in (("starts", again), ("kills", killed), ("faults", struck), ("steps", steps)):
+    late = loops.add_parser("delays", help="train with delays everywhere, which may not change a bit")
+    late.add_argument("--count", type=_at_least_one, default=2000, help="steps of each split and stage (default: 2000)")
+    late.add_argument("--seed", type=int, default=0, help="of the delays and of what is done (default: 0)")
+    late.add_argument("--lanes", choices=[delays.REAL, delays.FAKE], default=delays.REAL, help="default: real")
+    parsers = (("starts", again), ("kills", killed), ("faults", struck), ("steps", steps), ("delays", late))
+    for name, each in parsers:
         splits, stages = (" ".join(map(str, usual)) for usual in (LOOPS[name].splits, LOOPS[name].stages))
         each.add_argument("--split", type=Split.parse, nargs="+", help=f"replicas x shard ranks (default: {splits})")
         each.add_argument("--stage", type=int, choices=[1, 2, 3], nargs="+", help=f"default: {stages}")

@@ -89,7 +89,7 @@ def train_cycles(rank: int, nranks: int, course: Course) -> list[Sample]:
     pool = optimizer.buffers[0].place.pool
     kept: list[Any] = []
     samples: list[Sample] = []
-    with _counted_slices() as slices:
+    with counted_slices() as slices:
         for cycle in range(WARM_UP_CYCLES + -(-course.steps // CYCLE_STEPS)):
             for step in range(CYCLE_STEPS):
                 _KINDS[step](_Loop(model, optimizer, course.model, rank, cycle * CYCLE_STEPS + step))
@@ -97,17 +97,17 @@ def train_cycles(rank: int, nranks: int, course: Course) -> list[Sample]:
                 kept.append(LEAKS[course.leak](pool))
             with full_parameters(model):
                 pass  # gathers that the last step has started are over
-            samples.append(_sample(pool, slices.number, len(samples)))
+            samples.append(take_sample(pool, slices.number, len(samples)))
     for thing in kept:
         _give_back(thing)
     return samples[WARM_UP_CYCLES:]
 
 
 @contextlib.contextmanager
-def _counted_slices() -> Iterator[_Count]:
+def counted_slices() -> Iterator[Count]:
     """Counts the calls of ``Tensor._slice``."""
     original = paddle.Tensor._slice
-    calls = _Count()
+    calls = Count()
 
     def counting(self: paddle.Tensor, *args: int) -> paddle.Tensor:
         calls.number += 1
@@ -121,11 +121,11 @@ def _counted_slices() -> Iterator[_Count]:
 
 
 @dataclass
-class _Count:
+class Count:
     number: int = 0
 
 
-def _sample(pool: StoragePool, n_slices: int, n_samples: int) -> Sample:
+def take_sample(pool: StoragePool, n_slices: int, n_samples: int) -> Sample:
     gc.collect()
     objects = gc.get_objects()
     forgotten = sum(map(_is_keywords, objects)) + n_slices
