@@ -71,7 +71,7 @@ class Gathers(abc.ABC):
         try:
             buffer.finish_gather()
         finally:
-            self._under_way -= buffer.status is Status.READY
+            self._under_way -= buffer.gather_work is None
 
     def finish_under_way(self) -> None:
         """Waits for every gather under way."""

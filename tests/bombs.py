@@ -14,6 +14,7 @@ from paddle.autograd import PyLayer
 
 from hp_sharding import HpShardingError
 from hp_sharding.comm import allocated_bytes
+from hp_sharding.optimizer import ShardedOptimizer
 
 CAUGHT = (SystemError, OSError, RuntimeError, KeyboardInterrupt)
 """What Paddle makes of an exception in a hook of the user's, and what it is raised as elsewhere."""
@@ -120,9 +121,10 @@ class Left(NamedTuple):
     n_threads: int
 
 
-def left(model: nn.Layer) -> Left:
-    """What is held now."""
+def left(model: nn.Layer, optimizer: ShardedOptimizer) -> Left:
+    """What is held now, but for memory that is kept for what comes next."""
     gc.collect()
+    optimizer.buffers[0].place.pool.trim()
     layers = model.sublayers(include_self=True)
     n_hooks = sum(len(layer._forward_pre_hooks) + len(layer._forward_post_hooks) for layer in layers)
     return Left(allocated_bytes(), n_hooks, threading.active_count())

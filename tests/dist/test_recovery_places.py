@@ -159,12 +159,12 @@ def _survive(
         run = _start(rank, nranks, **settings)
         for step, place in enumerate(places):
             for attempt, kind in enumerate((Planned, KeyboardInterrupt)):
-                before = left(run.model)
+                before = left(run.model, run.optimizer)
                 with run.bomb.armed(place, after=after, kind=kind):
                     run.batch(77, count=count, waits=waits)
                 run.optimizer.clear_grad(set_to_zero=bool(step % 2))
                 assert run.optimizer.steps == step
-                now = left(run.model)
+                now = left(run.model, run.optimizer)
                 if attempt and not place.startswith("backward of"):
                     # By then the first failure has made what is kept for the next one. What a PyLayer was given whose
                     # backward raises Paddle itself never lets go of.
@@ -323,7 +323,7 @@ def _broken_update(rank: int, nranks: int, settings: dict[str, Any], n_calls: in
         left_calls[0] -= 1
         apply(*args)
 
-    updates.apply = apply_or_fail  # type: ignore[method-assign]
+    updates.apply = apply_or_fail  # type: ignore[method-assign, assignment]
     with mock.patch("hp_sharding.step_update.TOGETHER_BYTES", 1), pytest.raises(Planned):
         run.batch(77)
     updates.apply = apply  # type: ignore[method-assign]
