@@ -22,6 +22,9 @@ from .comm import BITS, Communicator, Fingerprint, Prints, Work, host_tensor
 from .divergence import raise_divergence
 from .timeline.meeting import Way
 
+_POSITION_BITS = 8
+"""Positions are compared up to so many bits."""
+
 
 class Facts(NamedTuple):
     """One rank's facts, or, once agreed, those that hold on any rank.
@@ -32,6 +35,9 @@ class Facts(NamedTuple):
         repeats: for each bucket, whether a gradient came in after its reduction was launched.
         used: for each parameter, whether it got a gradient.
         written: for each tensor of ``RunningState``, whether a forward may have written it.
+        goes_on: this rank is not in ``clear_grad()`` after a failure.
+        position: how many rounds this rank has made since its last ``clear_grad()``.
+        parted: agreed, ranks are at different positions: what one still adds to, another has forgotten.
     """
 
     new_order: bool
@@ -39,6 +45,9 @@ class Facts(NamedTuple):
     repeats: list[bool]
     used: list[bool]
     written: Sequence[bool] = ()
+    goes_on: bool = True
+    position: int = 0
+    parted: bool = False
 
 
 class Agreement:
@@ -55,6 +64,7 @@ class Agreement:
         self, facts: Facts, lanes: Sequence[Communicator], *, label: str, fingerprint: Fingerprint | None = None
     ) -> None:
         counts = [facts.new_order, facts.failed, *facts.repeats, *facts.used, *facts.written]
+        counts += [facts.goes_on, *_position_bits(facts.position)]
         self._facts = facts
         self._n_facts = len(counts)
         self._lanes = lanes
@@ -76,8 +86,20 @@ class Agreement:
         agreed = (self._counts.numpy()[: self._n_facts] > 0).tolist()
         used_from = 2 + len(self._facts.repeats)
         written_from = used_from + len(self._facts.used)
-        facts = Facts(agreed[0], agreed[1], agreed[2:used_from], agreed[used_from:written_from], agreed[written_from:])
-        if self._fingerprint is not None and self._prints is not None and not facts.failed and not self._is_alike():
+        position_from = self._n_facts - 2 * _POSITION_BITS
+        ones, zeros = agreed[position_from : position_from + _POSITION_BITS], agreed[position_from + _POSITION_BITS :]
+        facts = Facts(
+            agreed[0],
+            agreed[1],
+            agreed[2:used_from],
+            agreed[used_from:written_from],
+            agreed[written_from : position_from - 1],
+            goes_on=agreed[position_from - 1],
+            position=self._facts.position,
+            parted=any(one and zero for one, zero in zip(ones, zeros, strict=True)),
+        )
+        is_whole = not facts.failed and not facts.parted
+        if is_whole and self._fingerprint is not None and self._prints is not None and not self._is_alike():
             raise_divergence(self._fingerprint, self._prints, self._lanes)
         return facts
 
@@ -101,6 +123,12 @@ def _rows(prints: Prints, lanes: Sequence[Communicator]) -> list[int]:
 
 def _bits(number: int) -> npt.NDArray[np.uint8]:
     return np.unpackbits(np.array([number], ">u4").view(np.uint8))
+
+
+def _position_bits(position: int) -> list[bool]:
+    """Which bits are one, then which are zero: ranks differ where both are so on any."""
+    ones = [bool(position >> bit & 1) for bit in range(_POSITION_BITS)]
+    return [*ones, *(not one for one in ones)]
 
 
 def publish(orders: Sequence[Sequence[int]], lanes: Sequence[Communicator]) -> list[list[int]]:

@@ -1,5 +1,6 @@
 """The long loops: starts that must not fail, kills that may cost nothing, faults that nobody may hang after, steps in
-which nothing may grow, delays that may change nothing.
+which nothing may grow, delays that may change nothing, and calls of the public API in any order, after which a sharded
+training is where a plain one is.
 
 Ends with 1 if anything did.
 """
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 from tests import harness
 from tests.faults import HEAD, Case, Seen, row
-from tests.soak import delays, faults, growth, kills, starts
+from tests.soak import api, delays, faults, growth, kills, starts
 from tests.soak.starts import Split
 
 MB = 2**20
@@ -122,6 +123,16 @@ def _delays(arguments: argparse.Namespace, split: Split, stage: int) -> bool:
     return well
 
 
+def _api(arguments: argparse.Namespace, split: Split, stage: int) -> bool:
+    print(f"{arguments.count} programs of calls, {split}, stage {stage}", flush=True)
+    begin_s = time.monotonic()
+    fault = api.run_many(arguments.count, split, stage)
+    print(f"  {time.monotonic() - begin_s:.1f} s, {'FAILED' if fault else 'ok'}", flush=True)
+    if fault:
+        print(fault, flush=True)
+    return not fault
+
+
 def _first_and_last(samples: list[growth.Sample]) -> str:
     """From the first sample to the last: bytes in MB, the others as they are."""
     parts = []
@@ -140,6 +151,7 @@ LOOPS = {
     "faults": _Loop(_faults, [Split(1, 2)], [2, 3]),
     "delays": _Loop(_delays, [Split(1, 4), Split(2, 2)], [1, 2, 3]),
     "steps": _Loop(_steps, [Split(1, 2), Split(2, 2)], [1, 2, 3]),
+    "api": _Loop(_api, [Split(1, 1), Split(1, 2), Split(2, 2)], [1, 2, 3]),
 }
 
 
@@ -163,8 +175,12 @@ def _parse() -> argparse.Namespace:
     late.add_argument("--count", type=_at_least_one, default=2000, help="steps of each split and stage (default: 2000)")
     late.add_argument("--seed", type=int, default=0, help="of the delays and of what is done (default: 0)")
     late.add_argument("--lanes", choices=[delays.REAL, delays.FAKE], default=delays.REAL, help="default: real")
-    parsers = (("starts", again), ("kills", killed), ("faults", struck), ("steps", steps), ("delays", late))
-    for name, each in parsers:
+    calls = loops.add_parser("api", help="run programs of calls of the public API beside plain Paddle")
+    calls.add_argument(
+        "--count", type=_at_least_one, default=200, help="programs of each split and stage (default: 200)"
+    )
+    parsers = {"starts": again, "kills": killed, "faults": struck, "steps": steps, "delays": late, "api": calls}
+    for name, each in parsers.items():
         splits, stages = (" ".join(map(str, usual)) for usual in (LOOPS[name].splits, LOOPS[name].stages))
         each.add_argument("--split", type=Split.parse, nargs="+", help=f"replicas x shard ranks (default: {splits})")
         each.add_argument("--stage", type=int, choices=[1, 2, 3], nargs="+", help=f"default: {stages}")
