@@ -31,7 +31,7 @@ from .updates import ELEMENTWISE, optimizer_params
 
 _EACH_RANKS_OWN = ("timeline", "timeout_s")
 """Settings that may differ: what a rank records, and how long it waits, changes neither numbers nor collectives."""
-_ELSEWHERE = ("self", "parameters", "learning_rate", "weight_decay", "grad_clip", "name")
+_ELSEWHERE = ("parameters", "learning_rate", "weight_decay", "grad_clip", "name")
 """Arguments of optimizers that are looked at apart, or are a rank's own affair."""
 _ATTRIBUTES = {"batch_num": "_n"}
 """Where an optimizer keeps an argument under a name that is not made of the argument's."""
@@ -158,7 +158,7 @@ def _arguments(optimizer: paddle.optimizer.Optimizer) -> Iterator[tuple[str, Any
     yield "grad_clip", optimizer._grad_clip
     kind = next(kind for kind in type(optimizer).__mro__ if kind.__name__ in ELEMENTWISE)
     held = vars(optimizer)
-    for name in inspect.signature(kind.__init__).parameters:
+    for name in inspect.signature(kind).parameters:
         if name not in _ELSEWHERE:
             yield name, held.get(_ATTRIBUTES.get(name, f"_{name}"), held.get(name))
 

@@ -124,11 +124,13 @@ class Communicator(ABC):
         ranks: global ranks, in group order.
         rank: this process's index in ``ranks``.
         nranks: number of ranks.
+        carries_values: False where nothing really travels, as in a plan, so that no result means anything.
     """
 
     lane: str
     ranks: tuple[int, ...]
     rank: int
+    carries_values: bool = True
 
     @property
     def nranks(self) -> int:

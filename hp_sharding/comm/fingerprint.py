@@ -86,6 +86,7 @@ class WatchedLane(Communicator):
         self.lane = lane.lane
         self.ranks = lane.ranks
         self.rank = lane.rank
+        self.carries_values = lane.carries_values
         self.digest = 0
         self.count = 0
         self._inner = lane

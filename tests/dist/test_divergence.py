@@ -12,7 +12,7 @@ import pytest
 from paddle import nn
 
 from hp_sharding import CommError, ShardingConfig, shard
-from hp_sharding.comm import Communicator, create_communicators
+from hp_sharding.comm import Communicator, Fingerprint, create_communicators
 from hp_sharding.comm.local import LocalWork
 from tests import harness
 from tests.models import make_optimizer
@@ -36,6 +36,11 @@ def _groups(rank: int, nranks: int, n_replicas: int) -> dict[str, list[int]]:
     return {"shard_group": shards, "replicate_group": replicas} if n_replicas > 1 else {}
 
 
+def _fingerprint(optimizer: Any) -> Fingerprint:
+    found: Fingerprint = optimizer._reducer.lanes.fingerprint
+    return found
+
+
 def _train(rank: int, nranks: int, n_replicas: int, odd_one: int | None, op: str) -> tuple[int, str]:
     """How many steps went well, and the error of the next; in the second, rank ``odd_one`` launches one more."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -48,7 +53,7 @@ def _train(rank: int, nranks: int, n_replicas: int, odd_one: int | None, op: str
             # What a rank that is led astray would launch, but for the transfer: on CPU the lanes ask each other what
             # comes before it does, so that it would fail without a comparison too.
             lane = "gather" if op == "all_gather" else "reduce"
-            optimizer._reducer.lanes.fingerprint.lanes[lane]._note(LocalWork(op, "9:astray, backward 1", lane, 32))
+            _fingerprint(optimizer).lanes[lane]._note(LocalWork(op, "9:astray, backward 1", lane, 32))
         loss.backward()
         before = values(model)
         try:

@@ -65,7 +65,7 @@ def _groups(model: nn.Layer) -> list[dict[str, Any]]:
     return [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0}]
 
 
-class _MyDecay(lr.LRScheduler):  # type: ignore[misc]
+class _MyDecay(lr.LRScheduler):
     """Has something of its own, which is nobody's business."""
 
     def __init__(self, note: int, rate: float = 0.01) -> None:

@@ -128,7 +128,12 @@ def test_who_may_go_on_says_nothing(how: str) -> None:
     stop = threading.Event()
     if how != "nothing launched":
         rank.one.launch("gather", 0)
-    other = threading.Thread(target=lambda: (rank.one.launch("reduce", 0), stop.wait(10)))
+
+    def launch_and_live_on() -> None:
+        rank.one.launch("reduce", 0)
+        stop.wait(10)
+
+    other = threading.Thread(target=launch_and_live_on)
     if how == "another thread launches":
         other.start()
         while "reduce" not in rank.one._launched:

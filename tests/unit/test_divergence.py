@@ -71,7 +71,7 @@ def _part(rank: int, seats: Seats) -> Any:
     lanes = {name: LocalCommunicator(name, (0,)) for name in ("gather", "reduce")}
     ended: list[str] = []
     for lane in lanes.values():
-        lane.break_off = ended.append  # type: ignore[method-assign]
+        lane.break_off = ended.append  # type: ignore[method-assign, assignment]
     fingerprint = Fingerprint(lanes, own=OWN)
     label = "4:experts.1" if rank == 1 else "3:experts.0"
     fingerprint.lanes["gather"].all_gather(paddle.zeros([2]), paddle.zeros([2]), label=label)

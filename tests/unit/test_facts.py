@@ -154,6 +154,13 @@ def test_replicas_gather_for_themselves() -> None:
         assert (error.peer in (2, 3)) and error.rank == rank
 
 
+def test_two_replicas_that_differ_alike_are_found() -> None:
+    """Over both, each bit is counted as often as where one replica took another branch than the other one."""
+    left, right = SAME, {**SAME, "gather": ["0:a", "2:c", "1:b"]}
+    for error in _agree([left, right, left, right], n_replicas=2):
+        assert "as collective 1 of lane 'gather'" in str(error)
+
+
 def test_reductions_are_the_same_over_all_replicas() -> None:
     other = {**SAME, "reduce": SAME["reduce"][::-1]}
     for error in _agree([SAME, SAME, other, other], n_replicas=2):
