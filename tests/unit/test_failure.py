@@ -12,9 +12,10 @@ import pytest
 from hp_sharding import failure
 from hp_sharding.comm.history import History, Launch
 from hp_sharding.comm.statements import Statement, Statements
+from hp_sharding.config import ShardingConfig
 from hp_sharding.errors import CommError
 from hp_sharding.failure import FailureReporter, about_label, about_ranks, states_of
-from tests import fakes
+from hp_sharding.sharding import build
 from tests.fakes import WaitingLane
 from tests.models import make_model, make_optimizer
 from tests.pipeline import Pipeline
@@ -142,7 +143,7 @@ def _lane(labels: str, *, first: int = 0, under_way: int = 0, ranks: Sequence[in
 
 
 def _says(lane: dict[str, Any], **more: Any) -> Statement:
-    return json.loads(json.dumps({"lanes": {"gather": lane}, **more}))  # type: ignore[no-any-return]
+    return json.loads(json.dumps({"lanes": {"gather": lane}, **more}))
 
 
 def _lines(said: dict[int, Statement], asked: dict[int, bool] | None = None) -> list[str]:
@@ -244,7 +245,7 @@ def test_the_report_of_a_model_is_made_once_and_belongs_to_it() -> None:
     lanes = {name: _ReachingLane(name, channel) for name in ("gather", "reduce")}
     model = make_model("mlp")
     optimizer = make_optimizer("SGD", model)
-    rig = fakes.build(model, optimizer, fakes.ShardingConfig(comm_buffer_size_MB=0.001), lanes=dict(lanes))
+    rig = build(model, optimizer, ShardingConfig(comm_buffer_size_MB=0.001), lanes=dict(lanes))
     schedule = rig._schedule
     history = History(lanes)
     history.lanes["gather"].append(Launch(0, "all_gather", schedule.buffers[1].name, 2048, 0.0))
