@@ -24,7 +24,7 @@ from tests.leaving_script import MARK, Leave
 SCRIPT = "tests/leaving_script.py"
 END_S = 30.0
 """How long a process may take to end."""
-START_S = 120.0
+START_S = 240.0
 AT_ONCE = 2
 SIGNALS = {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM}
 CODES = {"returns": 0, "raises": 1, "exit 0": 0, "exit 3": 3, "interrupt": -signal.SIGINT, "terminate": -signal.SIGTERM}
