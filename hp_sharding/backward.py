@@ -17,7 +17,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from paddle.autograd.py_layer import PyLayerContext
@@ -71,7 +71,13 @@ def attach(listener: BackwardListener) -> None:
     # First of all it is on the list: the garbage collector may run at any moment, find that an earlier listener was
     # the last, and take the wrapper away.
     key = id(listener)
-    _listeners[key] = weakref.ref(listener, lambda _: _detach(key))
+
+    def forget(_: Any, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # A model that the traceback of the last error keeps may outlive what this module needs.
+        if not is_ending():
+            _detach(key)
+
+    _listeners[key] = weakref.ref(listener, forget)
     # Where somebody has put Paddle's own back, over our head, it is wrapped again.
     if _original is None or core.eager.run_backward is _original:
         _original = core.eager.run_backward

@@ -38,7 +38,7 @@ GRACE_S = 10.0
 LAUNCHER_GRACE_S = 35.0
 """The same, for the launcher."""
 _LATE_S = 4.0
-_START_S = 120.0
+_START_S = 240.0
 _POLL_S = 0.05
 _LOG_CHARS = 4000
 
@@ -99,12 +99,14 @@ class Seen(NamedTuple):
     """What became of all.
 
     Attributes:
+        struck: whether the fault has happened at all.
         ends: of each rank.
         launcher_code: its exit code; None where there is none, or it has not ended.
         launcher_s: from the fault to its end.
         logs: the ends of all outputs.
     """
 
+    struck: bool
     ends: dict[int, End]
     launcher_code: int | None
     launcher_s: float | None
@@ -126,6 +128,8 @@ def suffer(case: Case, hosts: Sequence[links.Host] = ()) -> Seen:
 def wrongs(case: Case, seen: Seen) -> list[str]:
     """What is not as it should be."""
     found = []
+    if not seen.struck:
+        return [f"rank {case.rank} did not get as far as the fault"]
     for rank, end in seen.ends.items():
         if rank == case.rank and (case.fault in DEATHS or (case.fault, case.way) == ("stopped", "launcher")):
             expected = CODES.get(case.fault) if case.way == "alone" else None
@@ -211,9 +215,9 @@ class _Run:
         ends = {rank: self._end(rank) for rank in range(self._case.nranks)}
         logs = "\n".join(f"---- {path.name}\n{path.read_text()[-_LOG_CHARS:]}" for path in self._outputs())
         if self._case.way != "launcher":
-            return Seen(ends, None, None, logs)
+            return Seen(self._fault_s is not None, ends, None, None, logs)
         launcher_s = self._over - self._fault_s if self._over and self._fault_s else None
-        return Seen(ends, self._processes[0].poll(), launcher_s, logs)
+        return Seen(self._fault_s is not None, ends, self._processes[0].poll(), launcher_s, logs)
 
     def clean_up(self) -> None:
         """Ends what still runs: what was started here, and the ranks that a launcher has started for it."""
@@ -294,7 +298,10 @@ def _is_running(pid: int) -> bool:
 @contextlib.contextmanager
 def places(case: Case) -> Iterator[list[links.Host]]:
     """Where the ranks of a case run: hosts of their own, or, with none, here."""
-    with links.shaped(case.nranks) if case.way == "hosts" else contextlib.nullcontext([]) as hosts:
+    if case.way != "hosts":
+        yield []
+        return
+    with links.shaped(case.nranks) as hosts:
         yield hosts
 
 

@@ -24,7 +24,7 @@ from tests.leaving_script import MARK, Leave
 SCRIPT = "tests/leaving_script.py"
 END_S = 30.0
 """How long a process may take to end."""
-START_S = 120.0
+START_S = 240.0
 AT_ONCE = 2
 SIGNALS = {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM}
 CODES = {"returns": 0, "raises": 1, "exit 0": 0, "exit 3": 3, "interrupt": -signal.SIGINT, "terminate": -signal.SIGTERM}
@@ -124,7 +124,7 @@ def _end(folder: Path, rank: int, process: subprocess.Popen[bytes], begin_s: flo
 @pytest.fixture(scope="module")
 def left(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[list[End]]]]:
     """Runs the cases that were asked for, several at a time, and what they are compared with."""
-    asked = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]
+    asked = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]  # type: ignore[attr-defined]
     plain = [case for case in PLAIN if any(case.how == other.how for other in asked)]
     with ThreadPoolExecutor(AT_ONCE) as executor:
         yield {case: executor.submit(_leave, case) for case in [*plain, *asked]}

@@ -39,7 +39,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def suffered(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[Seen]]]:
     """Runs the cases that were asked for, several at a time."""
-    asked = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]
+    asked = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]  # type: ignore[attr-defined]
     reason = links.available() if any(case.way == "hosts" for case in asked) else None
     possible = [case for case in asked if case.way != "hosts" or reason is None]
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(AT_ONCE) as executor:
