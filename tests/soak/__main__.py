@@ -99,7 +99,7 @@ def _delays(arguments: argparse.Namespace, split: Split, stage: int) -> bool:
             well = False
             continue
         print(
-            f"  {time.monotonic() - begin_s:.1f} s, {found[0].n_collectives} collectives a rank, bit for bit the same"
+            f"  {time.monotonic() - begin_s:.1f} s, {found[0].n_collectives} collectives on rank 0, bit for bit the same"
         )
         samples = [each.samples[delays.WARM_UP :] for each in found]
         if len(samples[0]) >= delays.FEWEST_SAMPLES:
