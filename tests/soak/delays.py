@@ -147,7 +147,7 @@ def run(course: Course) -> list[Found]:
         # What ranks that do not exist would write is nowhere.
         saves = course.lanes == REAL or course.split.n_replicas == 1
         course = course._replace(folder=folder if saves else "")
-        found = harness.run(train, nranks, course, timeout_s=120 + 2.0 * course.steps)
+        found = harness.run(train, nranks, course, timeout_s=120 + 10.0 * course.steps)
     for rank, each in enumerate(found):
         assert each.digests == found[0].digests, f"{course}: rank {rank} has other parameters than rank 0"
     return found
