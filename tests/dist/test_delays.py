@@ -12,8 +12,8 @@ from tests.soak import delays
 from tests.soak.delays import FAKE, REAL, Course
 from tests.soak.starts import Split
 
-REAL_STEPS = 24
-FAKE_STEPS = 32
+REAL_STEPS = 16
+FAKE_STEPS = 16
 ONE_BY_FOUR, TWO_BY_TWO = Split(1, 4), Split(2, 2)
 # Which of ``delays.courses`` of a stage.
 REAL_CASES = [

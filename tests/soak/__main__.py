@@ -114,9 +114,8 @@ def _delays(arguments: argparse.Namespace, split: Split, stage: int) -> bool:
             print(f"  FAILED after {time.monotonic() - begin_s:.1f} s: {failure}", flush=True)
             well = False
             continue
-        print(
-            f"  {time.monotonic() - begin_s:.1f} s, {found[0].n_collectives} collectives a rank, bit for bit the same"
-        )
+        took_s = time.monotonic() - begin_s
+        print(f"  {took_s:.1f} s, {found[0].n_collectives} collectives on rank 0, bit for bit the same", flush=True)
         samples = [each.samples[delays.WARM_UP :] for each in found]
         if len(samples[0]) >= delays.FEWEST_SAMPLES:
             well = _nothing_has_grown(samples) and well

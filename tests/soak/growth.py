@@ -89,7 +89,7 @@ def train_cycles(rank: int, nranks: int, course: Course) -> list[Sample]:
     pool = optimizer.buffers[0].place.pool
     kept: list[Any] = []
     samples: list[Sample] = []
-    with counted_slices() as slices:
+    with _counted_slices() as slices:
         for cycle in range(WARM_UP_CYCLES + -(-course.steps // CYCLE_STEPS)):
             for step in range(CYCLE_STEPS):
                 _KINDS[step](_Loop(model, optimizer, course.model, rank, cycle * CYCLE_STEPS + step))
@@ -104,10 +104,10 @@ def train_cycles(rank: int, nranks: int, course: Course) -> list[Sample]:
 
 
 @contextlib.contextmanager
-def counted_slices() -> Iterator[Count]:
+def _counted_slices() -> Iterator[_Count]:
     """Counts the calls of ``Tensor._slice``."""
     original = paddle.Tensor._slice
-    calls = Count()
+    calls = _Count()
 
     def counting(self: paddle.Tensor, *args: int) -> paddle.Tensor:
         calls.number += 1
@@ -121,7 +121,7 @@ def counted_slices() -> Iterator[Count]:
 
 
 @dataclass
-class Count:
+class _Count:
     number: int = 0
 
 
