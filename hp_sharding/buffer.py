@@ -180,9 +180,10 @@ class FusedCommBuffer:
         self._require(Status.SYNCING, "finish_gather")
         assert self._work is not None
         self._work.wait()
-        self._work = None
         written = [param.name for index, param in enumerate(self.params) if self._was_written(index, param)]
         self._bind_params()
+        # Last, so that whoever was interrupted before can begin again.
+        self._work = None
         self.status = Status.READY
         if written:
             raise StateError(
@@ -348,10 +349,12 @@ class FusedCommBuffer:
         if not param._is_initialized():
             return False
         absent = self._absent.get(index)
-        if absent is None:
+        if absent is not None and self.layout.slots[index].numel > 1 and param._is_shared_buffer_with(absent):
+            return False
+        if param.data_ptr() == self._addresses[index]:
+            return False  # ``finish_gather`` was interrupted when it had bound this one
+        if absent is None or self.layout.slots[index].numel > 1:
             return True
-        if self.layout.slots[index].numel > 1:
-            return not param._is_shared_buffer_with(absent)
         if param.place.is_cpu_place():
             written = bool(paddle.isfinite(EagerParamBase.detach(param)))
         else:
@@ -412,10 +415,10 @@ class FusedCommBuffer:
                 point_at([dense(typed)], [param])
 
     def _set_full(self, full: paddle.Tensor) -> None:
-        self._full = full
         self._slot_views = slot_views(full, self.layout.slots, self._shapes)
         base, itemsize = full.data_ptr(), self.layout.itemsize
         self._addresses = [base + slot.offset_numel * itemsize for slot in self.layout.slots]
+        self._full = full  # last, so that it has its views wherever it is
 
     def _bind_params(self) -> None:
         # The *same* parameter object gets the new memory: autograd, the layer and the user hold that object.

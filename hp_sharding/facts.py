@@ -14,6 +14,9 @@ import numpy as np
 from .comm import Communicator, Work, host_tensor
 from .timeline.meeting import Way
 
+_POSITION_BITS = 8
+"""Positions are compared up to so many bits."""
+
 
 class Facts(NamedTuple):
     """One rank's facts, or, once agreed, those that hold on any rank.
@@ -24,6 +27,9 @@ class Facts(NamedTuple):
         repeats: for each bucket, whether a gradient came in after its reduction was launched.
         used: for each parameter, whether it got a gradient.
         written: for each tensor of ``RunningState``, whether a forward may have written it.
+        goes_on: this rank is not in ``clear_grad()`` after a failure.
+        position: how many rounds this rank has made since its last ``clear_grad()``.
+        parted: agreed, ranks are at different positions: what one still adds to, another has forgotten.
     """
 
     new_order: bool
@@ -31,6 +37,9 @@ class Facts(NamedTuple):
     repeats: list[bool]
     used: list[bool]
     written: Sequence[bool] = ()
+    goes_on: bool = True
+    position: int = 0
+    parted: bool = False
 
 
 class Agreement:
@@ -38,6 +47,7 @@ class Agreement:
 
     def __init__(self, facts: Facts, lanes: Sequence[Communicator], *, label: str) -> None:
         counts = [facts.new_order, facts.failed, *facts.repeats, *facts.used, *facts.written]
+        counts += [facts.goes_on, *_position_bits(facts.position)]
         self._counts = host_tensor(counts, "int32")
         self._facts = facts
         self.work: Work = lanes[0].all_reduce(self._counts, label=label)
@@ -49,7 +59,24 @@ class Agreement:
         agreed = (self._counts.numpy() > 0).tolist()
         used_from = 2 + len(self._facts.repeats)
         written_from = used_from + len(self._facts.used)
-        return Facts(agreed[0], agreed[1], agreed[2:used_from], agreed[used_from:written_from], agreed[written_from:])
+        position_from = len(agreed) - 2 * _POSITION_BITS
+        ones, zeros = agreed[position_from : position_from + _POSITION_BITS], agreed[position_from + _POSITION_BITS :]
+        return Facts(
+            agreed[0],
+            agreed[1],
+            agreed[2:used_from],
+            agreed[used_from:written_from],
+            agreed[written_from : position_from - 1],
+            goes_on=agreed[position_from - 1],
+            position=self._facts.position,
+            parted=any(one and zero for one, zero in zip(ones, zeros, strict=True)),
+        )
+
+
+def _position_bits(position: int) -> list[bool]:
+    """Which bits are one, then which are zero: ranks differ where both are so on any."""
+    ones = [bool(position >> bit & 1) for bit in range(_POSITION_BITS)]
+    return [*ones, *(not one for one in ones)]
 
 
 def publish(orders: Sequence[Sequence[int]], lanes: Sequence[Communicator]) -> list[list[int]]:

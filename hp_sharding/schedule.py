@@ -7,6 +7,7 @@ to the reducer. Which gathers start when is decided by one of two policies: one 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -76,6 +77,7 @@ class Schedule:
         self._active_total = 0
         self._parts: list[int] = []
         self._trains = False
+        self._handled = id(None)
         self._entries = [0] * len(plan.units)
         self._sleeping: list[EagerParamBase] = []
         self._written: set[int] = set()
@@ -111,6 +113,7 @@ class Schedule:
             self._check_written()
         if not self._active_total:
             self._trains = False
+            self._handled = id(sys.exc_info()[1])
         # Reentrant recompute switches gradients off inside: what the outer forward does counts.
         self._trains = self._trains or paddle.is_grad_enabled()
         self._active[unit] += 1
@@ -128,6 +131,8 @@ class Schedule:
         if self._active[unit]:
             self._active[unit] -= 1
             self._active_total -= 1
+            if not self._active_total and id(sys.exc_info()[1]) != self._handled:
+                self._note_failed_forward()
         if self._units is not None:
             self._units.leave(unit)
         elif self._queued is not None and unit == ROOT:
@@ -412,6 +417,8 @@ class Schedule:
         """Forgets what was noted of forwards so far: units left open, and how often each was entered."""
         if self._timeline.enabled:
             self._timeline.reset()
+        if self._active_total:  # an interrupt has ended it, past all hooks
+            self._note_failed_forward()
         self._close_units()
         self._entries = [0] * len(self._entries)
 
@@ -427,6 +434,10 @@ class Schedule:
         """Takes the order that rank 0 published."""
         self.gathers.order = order
         self.learned_gather_order = None
+
+    def _note_failed_forward(self) -> None:
+        if self._trains and not backward.in_backward():
+            self.reducer.abandon()
 
     def _close_units(self) -> None:
         self._active = [0] * len(self._active)

@@ -1,4 +1,5 @@
-"""The long loops: starts that must not fail, kills that may cost nothing, steps in which nothing may grow.
+"""The long loops: starts that must not fail, kills that may cost nothing, steps in which nothing may grow, and calls
+of the public API in any order, after which a sharded training is where a plain one is.
 
 Ends with 1 if anything did.
 """
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tests import harness
-from tests.soak import growth, kills, starts
+from tests.soak import api, growth, kills, starts
 from tests.soak.starts import Split
 
 MB = 2**20
@@ -82,6 +83,16 @@ def _steps(arguments: argparse.Namespace, split: Split, stage: int) -> bool:
     return not any(grown)
 
 
+def _api(arguments: argparse.Namespace, split: Split, stage: int) -> bool:
+    print(f"{arguments.count} programs of calls, {split}, stage {stage}", flush=True)
+    begin_s = time.monotonic()
+    fault = api.run_many(arguments.count, split, stage)
+    print(f"  {time.monotonic() - begin_s:.1f} s, {'FAILED' if fault else 'ok'}", flush=True)
+    if fault:
+        print(fault, flush=True)
+    return not fault
+
+
 def _first_and_last(samples: list[growth.Sample]) -> str:
     """From the first sample to the last: bytes in MB, the others as they are."""
     parts = []
@@ -98,6 +109,7 @@ LOOPS = {
     "starts": _Loop(_starts, [Split(2, 2)], [2]),
     "kills": _Loop(_kills, [Split(1, 2), Split(2, 2)], [2, 3]),
     "steps": _Loop(_steps, [Split(1, 2), Split(2, 2)], [1, 2, 3]),
+    "api": _Loop(_api, [Split(1, 1), Split(1, 2), Split(2, 2)], [1, 2, 3]),
 }
 
 
@@ -112,7 +124,11 @@ def _parse() -> argparse.Namespace:
     steps = loops.add_parser("steps", help="train many steps, in which nothing may grow")
     steps.add_argument("--count", type=_at_least_one, default=2000, help="steps after the warm-up (default: 2000)")
     steps.add_argument("--model", choices=["mlp", "gpt", "gpt_recompute", "conv"], default="gpt", help="default: gpt")
-    for name, each in (("starts", again), ("kills", killed), ("steps", steps)):
+    calls = loops.add_parser("api", help="run programs of calls of the public API beside plain Paddle")
+    calls.add_argument(
+        "--count", type=_at_least_one, default=200, help="programs of each split and stage (default: 200)"
+    )
+    for name, each in (("starts", again), ("kills", killed), ("steps", steps), ("api", calls)):
         splits, stages = (" ".join(map(str, usual)) for usual in (LOOPS[name].splits, LOOPS[name].stages))
         each.add_argument("--split", type=Split.parse, nargs="+", help=f"replicas x shard ranks (default: {splits})")
         each.add_argument("--stage", type=int, choices=[1, 2, 3], nargs="+", help=f"default: {stages}")

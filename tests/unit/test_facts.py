@@ -42,6 +42,14 @@ def test_facts_survive_the_agreement(nranks: int) -> None:
     assert all(type(value) is bool for value in [agreement.result().new_order, *agreement.result().used])
 
 
+@pytest.mark.parametrize("position", [0, 1, 5, 255, 256, -3])
+def test_ranks_that_are_at_one_position_are_not_parted(position: int) -> None:
+    facts = Facts(False, True, [False], [True], goes_on=False, position=position)
+    agreement = Agreement(facts, [WaitingLane("gather", nranks=3)], label="x")
+    agreement.work.wait()
+    assert agreement.result() == facts._replace(written=[])
+
+
 def test_what_another_rank_used_counts_as_used() -> None:
     pipe = Pipeline(2)
     pipe.backward({0: 1.0})

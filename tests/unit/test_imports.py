@@ -54,6 +54,7 @@ ORDER = [
     "moments",
     "states",
     "sharded_weights",
+    "step_update",
     "optimizer",
     "recorded",
     "relayout",
