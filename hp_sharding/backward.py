@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from paddle.autograd.py_layer import PyLayerContext
 from paddle.base import core, framework
 
-from .errors import CommError
+from .errors import CommError, StateError
 
 
 class BackwardListener(Protocol):
@@ -113,6 +113,17 @@ def in_backward() -> bool:
 def depth() -> int:
     """How many backwards, ``paddle.grad`` among them, are under way on this thread, one inside another."""
     return _state.depth + _state.partial
+
+
+def check_outside(what: str) -> None:
+    """Raises StateError inside a backward; ``what`` says who calls what."""
+    if in_backward():
+        error = StateError(
+            f"{what} inside a backward, whose gradients are not all there yet. Call it after backward() has returned, "
+            "and not in a hook"
+        )
+        keep_error(error)
+        raise error
 
 
 def in_custom_forward() -> bool:

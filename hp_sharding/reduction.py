@@ -23,10 +23,8 @@ from .running import RunningState
 from .sent import SentGradients
 from .timeline import Timeline
 
-PUBLISH_ALWAYS_ROUNDS = 8
-PUBLISH_EVERY_ROUNDS = 32
-"""Rank 0 publishes a newly learned order after each of the first rounds and then now and then, so that a model whose
-order changes all the time does not pay a broadcast for it in every step."""
+PUBLISH_ALWAYS_ROUNDS, PUBLISH_EVERY_ROUNDS = 8, 32
+"""Rank 0 publishes a new order after each of the first rounds, then now and then: not a broadcast in every step."""
 
 
 class ReduceLanes(NamedTuple):
@@ -34,8 +32,7 @@ class ReduceLanes(NamedTuple):
 
     Attributes:
         reduce: over the shard group; carries the reduce-scatters.
-        agree: lanes that one after the other reach all data ranks, the replicas first; idle during backward, so that
-            what is agreed on does not queue behind gradients.
+        agree: lanes that one after the other reach all data ranks, the replicas first; idle during backward.
         replicate: over the replicas of this rank's shard; None where there is one.
         fingerprint: of what is launched on all lanes of the model; None where nobody compares it.
     """
@@ -279,8 +276,8 @@ class Reducer:
         if self._incomplete and not discard:
             raise StateError(
                 f"rank {self.rank}: the backward failed on some rank of this group, or its forward, or a rank alone "
-                "has called clear_grad(), so the reduced gradients are incomplete. Call optimizer.clear_grad() on "
-                "every rank and skip this batch"
+                "called clear_grad(), so the reduced gradients are incomplete. Call optimizer.clear_grad() on every "
+                "rank and skip this batch"
             )
         return self._order_due
 

@@ -33,9 +33,6 @@ __all__ = ["Schedule", "keep_schedule", "schedule_of"]
 ROOT = 0
 """Index of the unit that is the model itself."""
 
-_SIGNS_OF_FREED = ("holder_ should not be null", "memory_size()", "is not initialized")
-"""What Paddle's kernels say of a tensor without storage, or with too little."""
-
 
 class Schedule:
     """Hooks and order of one wrapped model.
@@ -383,16 +380,9 @@ class Schedule:
 
     def explain(self, error: Exception) -> Exception | None:
         """Part of ``backward.BackwardListener``: what an operation without its parameter's value says is no help."""
-        all_there = all(buffer.status is Status.READY for buffer in self.buffers)
-        if all_there or not any(sign in str(error) for sign in _SIGNS_OF_FREED):
+        if all(buffer.status is Status.READY for buffer in self.buffers):
             return None
-        return StateError(
-            f"rank {self.reducer.rank}: the backward needs the value of a parameter that is sharded again. A step() or "
-            "load() has come between its forward and it; or, in stage 3, an operation outside every layer's forward "
-            "has used it, or one whose result a layer neither returned nor kept as an attribute. Run forward and "
-            "backward inside 'with hp_sharding.full_parameters(model):', or use the parameter in the forward of a "
-            "layer that returns what comes of it"
-        )
+        return guard.explain_freed(error, self.reducer.rank)
 
     def _end_units(self) -> None:
         if self._units is None:
@@ -418,13 +408,7 @@ class Schedule:
         Raises:
             StateError: nothing may change while a backward is under way.
         """
-        if backward.in_backward():
-            error = StateError(
-                f"rank {self.reducer.rank}: step() or load() inside a backward, whose gradients are not all there yet. "
-                "Call it after backward() has returned, and not in a hook"
-            )
-            backward.keep_error(error)
-            raise error
+        backward.check_outside(f"rank {self.reducer.rank}: step() or load()")
         self.forget_forward()
         if self._timeline.enabled:
             self._timeline.enter("step()", "")

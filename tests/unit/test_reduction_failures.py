@@ -113,7 +113,7 @@ def test_ranks_of_which_one_alone_has_forgotten_its_sums_are_told_apart() -> Non
     agreement._counts[-2 * _POSITION_BITS :] = paddle.to_tensor(
         [a + b for a, b in zip(ours, theirs, strict=True)], dtype="int32"
     )
-    with pytest.raises(StateError, match=r"a rank alone has called clear_grad\(\)"):
+    with pytest.raises(StateError, match=r"a rank alone called clear_grad\(\)"):
         pipe.reducer.settle()
 
 
