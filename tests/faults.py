@@ -184,7 +184,7 @@ class _Run:
     def start(self) -> None:
         """Starts the launcher, or the ranks."""
         base = {key: value for key, value in os.environ.items() if not key.startswith("PADDLE_")}
-        base |= {**harness.machine_env(), "HP_SHARDING_DEBUG": "0", "PYTHONPATH": str(harness.REPO_ROOT)}
+        base |= {**harness.machine_env(), "PYTHONPATH": str(harness.REPO_ROOT)}
         if self._case.way == "launcher":
             launch = ["-m", "paddle.distributed.launch", "--nproc_per_node", str(self._case.nranks)]
             launch += ["--backend", "gloo", "--log_dir", str(self._folder / "log")]

@@ -153,10 +153,8 @@ def _reads_later(rank: int, nranks: int, throws_away: bool) -> Values | None:
 
 
 def test_what_was_started_is_finished_for_those_who_read_later() -> None:
-    # Comparing what was launched would have the ranks wait for each other.
-    env = {"HP_SHARDING_DEBUG": "0"}
-    expected = harness.run(_reads_later, 2, False, env=env)[1]
-    found = harness.run(_reads_later, 2, True, env=env)[1]
+    expected = harness.run(_reads_later, 2, False)[1]
+    found = harness.run(_reads_later, 2, True)[1]
     assert_equal(found, expected)
 
 

@@ -75,7 +75,7 @@ def _leave(case: Case) -> list[End]:
         leave = Leave(folder, case.how, case.inside, case.stage, case.n_replicas)
         argv = [sys.executable, "-W", "ignore", SCRIPT, json.dumps(leave._asdict())]
         base = {key: value for key, value in os.environ.items() if not key.startswith("PADDLE_")}
-        base |= {**harness.machine_env(), "HP_SHARDING_DEBUG": "0", "PYTHONPATH": str(harness.REPO_ROOT)}
+        base |= {**harness.machine_env(), "PYTHONPATH": str(harness.REPO_ROOT)}
         processes = []
         try:
             for rank, own in enumerate(harness.rank_envs(case.nranks) if case.stage else [{}]):
