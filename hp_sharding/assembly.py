@@ -10,7 +10,7 @@ from paddle.base.framework import EagerParamBase
 
 from .arena import GradientArena
 from .buffer import FusedCommBuffer
-from .comm import Communicator
+from .comm import Communicator, Fingerprint
 from .config import ShardingConfig
 from .layout import BucketLayout, BucketRules, ParamSpec, plan_buckets
 from .reduction import ReduceLanes, Reducer, ReduceRules
@@ -49,6 +49,7 @@ class Foundation(NamedTuple):
         lanes: see ``sharding.build``.
         timeline: records what the parts do.
         lay_out: makes the buckets.
+        fingerprint: of what is launched on the lanes; None where nobody compares it.
     """
 
     inner: paddle.optimizer.Optimizer
@@ -57,6 +58,7 @@ class Foundation(NamedTuple):
     lanes: Mapping[str, Communicator]
     timeline: Timeline
     lay_out: LayOut = plan_buckets
+    fingerprint: Fingerprint | None = None
 
     @property
     def n_replicas(self) -> int:
@@ -77,6 +79,10 @@ class Foundation(NamedTuple):
     def names(self, layouts: Sequence[BucketLayout]) -> dict[str, int]:
         """Structured name of each parameter -> its bucket's number."""
         return {self.members[slot.param].spec.name: layout.number for layout in layouts for slot in layout.slots}
+
+    def param_names(self) -> dict[int, str]:
+        """``id`` of each parameter -> its structured name. The parameters live at least as long as the model."""
+        return {id(member.param): member.spec.name for member in self.members}
 
 
 class Parts(NamedTuple):
@@ -103,7 +109,9 @@ def assemble(foundation: Foundation, config: ShardingConfig, buffers: Sequence[F
     reducer = Reducer(
         buffers,
         arena,
-        lanes=ReduceLanes(lanes["reduce"], control_lanes(lanes), lanes.get("replicate")),
+        lanes=ReduceLanes(
+            lanes["reduce"], control_lanes(lanes), lanes.get("replicate"), fingerprint=foundation.fingerprint
+        ),
         rules=ReduceRules(config.reduce_overlap, config.stage == 1, tied, config.replicate_buffer_bytes),
         timeline=timeline,
     )

@@ -11,7 +11,9 @@ from typing import Any
 import click
 
 from . import __version__
+from .config import MOST_S
 from .errors import ConfigError
+from .options import Finite
 
 _EXAMPLES = """\b
 Examples:
@@ -119,12 +121,12 @@ def main() -> None:
 )
 @click.option(
     "--max-mb",
-    type=click.FloatRange(min=0.01, max=4096),
+    type=Finite(min=0.01, max=4096),
     help="Largest message, in units of 2^20 bytes.  [default: 64, or 16 with --quick]",
 )
 @click.option(
     "--timeout-s",
-    type=click.FloatRange(min=1),
+    type=Finite(min=1, max=MOST_S),
     default=60.0,
     show_default=True,
     help="How long to wait for a late rank.",

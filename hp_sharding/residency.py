@@ -292,13 +292,16 @@ class UnitGathers(Gathers):
         """Part of ``Gathers``: gathers at once what the next forward begins with."""
         buffer = self.buffers[bucket]
         if self._pins:
-            buffer.mark_stale()
-            self._start(buffer)
+            if buffer.status is Status.READY:
+                buffer.mark_stale()
+            if buffer.status is Status.SHARDED:
+                self._start(buffer)
             return
         for unit in self._next_units():
             if bucket in self._rules.unit_buckets[unit]:
                 self._resident[unit] = None
-                self._start(buffer)
+                if buffer.status is Status.SHARDED:
+                    self._start(buffer)
 
     def end_step(self) -> None:
         """Part of ``Gathers``."""
@@ -444,7 +447,6 @@ class UnitGathers(Gathers):
             return
         needed = self._needed_by_calls().union(self._expected, self._kept)
         for unit in [unit for unit in self._resident if unit not in needed]:
-            del self._resident[unit]
             if self._timeline.enabled:
                 self._wrong_guesses += self._ahead_of_use.pop(unit, unit) is None
             for bucket in self._rules.unit_buckets[unit]:
@@ -452,6 +454,7 @@ class UnitGathers(Gathers):
                 if self.buffers[bucket].status is Status.READY:
                     self.buffers[bucket].keep_writes()
                     self.buffers[bucket].free()
+            del self._resident[unit]  # last, so that one whose release was interrupted is released later
 
     def _start_unit(self, unit: int) -> None:
         self._resident[unit] = None

@@ -110,7 +110,7 @@ class Pipeline:
         agreement = self.reducer._agreements[-1]
         agreement.work.wait()
         n_buckets = len(self.buffers)
-        theirs = np.zeros(2 + n_buckets + len(self.params), "int32")
+        theirs = np.zeros(agreement._counts.shape[0], "int32")
         theirs[1] = failed
         theirs[[2 + bucket for bucket in repeats]] = 1
         theirs[[2 + n_buckets + index for index in used]] = 1

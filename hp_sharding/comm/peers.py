@@ -119,9 +119,11 @@ class Peers:
         for target, args in targets:
             threading.Thread(target=target, args=args, daemon=True).start()
         with self._arrival:
-            self._arrival.wait_for(lambda: not self._silent(), max(0.1, deadline_s - time.monotonic()))
+            # Whoever cannot be called has closed its door: it is gone, or has given up.
+            self._arrival.wait_for(lambda: self._reasons or not self._silent(), max(0.1, deadline_s - time.monotonic()))
         self._close_door()
         silent = self._silent()
+        silent = [peer for peer in silent if peer in self._reasons] or silent
         if silent:
             raise CommError(
                 f"rank {self._me} at {self.door.host}:{self.door.port} has no connection with ranks {silent}"
@@ -174,7 +176,9 @@ class Peers:
             connection = Client((door.host, door.port), family="AF_INET", authkey=bytes.fromhex(door.key_hex))
             connection.send_bytes(json.dumps([self._me, lane]).encode())
         except (OSError, EOFError, AuthenticationError) as error:
-            self._reasons[peer] = f"{door.host}:{door.port}: {error!r}"
+            with self._arrival:
+                self._reasons[peer] = f"{door.host}:{door.port}: {error!r}"
+                self._arrival.notify_all()
             return
         self._keep(connection, peer, lane, self._to_next)
 
@@ -237,8 +241,11 @@ class Peers:
         with selectors.DefaultSelector() as selector:
             for peer, line in self._lines.items():
                 selector.register(line.connection, selectors.EVENT_READ, peer)
-            while not self._stopping.is_set() and selector.get_map():
-                for key, _ in selector.select(_TICK_S):
+            while not self._stopping.is_set():
+                if not selector.get_map():
+                    # All others have gone. This rank's lanes end when nobody here has them any more: see ``tick``.
+                    self._stopping.wait(_TICK_S)
+                for key, _ in selector.select(_TICK_S) if selector.get_map() else ():
                     if not self._read_one(key.fileobj, key.data, hearer):
                         selector.unregister(key.fileobj)
                 tick()

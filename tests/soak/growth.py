@@ -97,7 +97,7 @@ def train_cycles(rank: int, nranks: int, course: Course) -> list[Sample]:
                 kept.append(LEAKS[course.leak](pool))
             with full_parameters(model):
                 pass  # gathers that the last step has started are over
-            samples.append(_sample(pool, slices.number, len(samples)))
+            samples.append(take_sample(pool, slices.number, len(samples)))
     for thing in kept:
         _give_back(thing)
     return samples[WARM_UP_CYCLES:]
@@ -125,7 +125,7 @@ class _Count:
     number: int = 0
 
 
-def _sample(pool: StoragePool, n_slices: int, n_samples: int) -> Sample:
+def take_sample(pool: StoragePool, n_slices: int, n_samples: int) -> Sample:
     gc.collect()
     objects = gc.get_objects()
     forgotten = sum(map(_is_keywords, objects)) + n_slices

@@ -164,6 +164,20 @@ def test_all_lanes_are_left_at_the_same_moment() -> None:
     assert member.outbox == [["leave", 4, {"gather": -1, "reduce": -1}]], "one message, so that no lane lags behind"
 
 
+def test_who_leaves_after_a_failure_elsewhere_says_so_to_all() -> None:
+    """One who hears of it first from another's answer hears that too."""
+    members = _members()
+    members[4].agreement.leave(["gather"], Cause("rank 4 ends", 4), after="rank 9 is gone")
+    _deliver(members, sender=4)
+    _deliver(members)
+    for rank in (5, 6):
+        refusal = members[rank].agreement.refusal("gather")
+        assert refusal is not None
+        assert refusal.text.startswith("rank 4 has left: ")
+        assert refusal.text.endswith(", after this: rank 9 is gone")
+        assert members[rank].agreement.await_quiet("gather", answer_s=0.01, flight_s=0.01)
+
+
 def test_who_goes_without_a_goodbye_breaks_the_group() -> None:
     members = _members()
     members[4].agreement.lost(6)
@@ -241,12 +255,12 @@ def test_a_roll_call_that_ends_early_blames_who_gave_up_and_nobody_for_silence()
 
 def test_the_cause_of_a_failed_transfer_names_who_does_not_answer() -> None:
     member = Member(4)
-    cause = member.agreement.cause_of(ConnectionResetError("reset"), 0.05)
+    cause = member.agreement.cause_of("the transfer failed: reset", 0.05)
     assert "each of ranks [5, 6] does not answer" in cause.text
     assert cause.text.endswith("the transfer failed: reset")
     assert cause.peer == 5
     member.agreement.lost(6)
-    assert "rank 6 is gone" in member.agreement.cause_of(ConnectionResetError("reset"), 0.05).text
+    assert "rank 6 is gone" in member.agreement.cause_of("reset", 0.05).text
 
 
 def test_overdue_names_the_lane_that_is_stuck() -> None:

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 from typing import Any
@@ -67,6 +68,46 @@ def test_free_port_is_free_and_not_one_the_kernel_gives_away() -> None:
         listener.listen()
         assert all(rendezvous.free_port() != port for _ in range(20))
     assert port < 32768
+
+
+class _Store:
+    """A store whose keeper does not answer, or is gone."""
+
+    def __init__(self, answer: Callable[[], Any]) -> None:
+        self._answer = answer
+
+    def set(self, key: str, value: str) -> None:
+        """Is written into a buffer."""
+
+    def add(self, key: str, number: int) -> int:
+        return int(self._answer())
+
+
+def _meet_over(store: _Store, monkeypatch: pytest.MonkeyPatch) -> CommError:
+    monkeypatch.setattr(paddle.distributed.collective, "_default_store", store)
+    monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.2)
+    with pytest.raises(CommError) as caught:
+        rendezvous.exchange({}, ranks=(0, 1), me=1, timeout_s=0.3)
+    assert (caught.value.op, caught.value.rank, caught.value.peer) == ("create_communicators", 1, 0)
+    return caught.value
+
+
+def test_a_store_that_does_not_answer_is_waited_for_no_longer_than_for_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    begin_s = time.monotonic()
+    text = str(_meet_over(_Store(answers.wait), monkeypatch))
+    assert "got no answer from the store, which rank 0 keeps: its process is stopped, or its host is cut off" in text
+    assert time.monotonic() - begin_s < 10
+    answers.set()
+    _wait_for(lambda: not any(thread.name == "hp_sharding-meeting" for thread in threading.enumerate()))
+
+
+def test_a_store_whose_process_has_ended_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reset() -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    text = str(_meet_over(_Store(reset), monkeypatch))
+    assert "rank 1 cannot reach the store, which rank 0 keeps: its process has ended, it seems (Connection" in text
 
 
 class Ear:
@@ -162,16 +203,20 @@ def test_every_lane_has_ways_of_its_own_round_the_ring() -> None:
             end.close()
 
 
-def test_who_cannot_be_reached_is_named() -> None:
+def test_who_cannot_be_reached_is_named_at_once() -> None:
+    """Its address was handed in, so it was there: it is gone, and the others on their way are not to blame."""
     alone = Peers((0, 1, 2), 1, lanes=["gather"], host="127.0.0.1", key=b"a")
     gone = Peers((0, 1, 2), 0, lanes=["gather"], host="127.0.0.1", key=b"b")
+    late = Peers((0, 1, 2), 2, lanes=["gather"], host="127.0.0.1", key=b"c")
     gone.close()
-    doors = {0: gone.door, 1: alone.door, 2: gone.door}
-    with pytest.raises(CommError, match=r"no connection with ranks \[0, 2\]") as caught:
-        alone.connect(doors, time.monotonic() + 0.5)
+    begin_s = time.monotonic()
+    with pytest.raises(CommError, match=r"no connection with ranks \[0\]") as caught:
+        alone.connect({0: gone.door, 1: alone.door, 2: late.door}, begin_s + 60)
+    assert time.monotonic() - begin_s < 20
     assert f"127.0.0.1:{gone.door.port}" in str(caught.value)
     assert caught.value.peer == 0
     alone.close()
+    late.close()
 
 
 def test_a_lane_that_one_rank_did_not_call_is_named() -> None:

@@ -13,10 +13,12 @@ PACKAGE = REPO_ROOT / "hp_sharding"
 
 ORDER = [
     "errors",
+    "arguments",
     "config",
     "layout",
     "trace",
     "progress",
+    "options",
     "comm",
     "timeline",
     "broadcast",
@@ -37,6 +39,7 @@ ORDER = [
     "places",
     "hooks",
     "running",
+    "divergence",
     "facts",
     "replication",
     "sent",
@@ -44,16 +47,19 @@ ORDER = [
     "reduction",
     "ownership",
     "schedule",
+    "failure",
     "numerics",
     "nonfinite",
     "fusing",
     "updates",
     "assembly",
+    "alike",
     "scaling",
     "gradients",
     "moments",
     "states",
     "sharded_weights",
+    "step_update",
     "optimizer",
     "recorded",
     "relayout",
@@ -70,7 +76,7 @@ ORDER = [
 ]
 """Every module and package of hp_sharding. Each may import those above it, and none below."""
 
-WITHOUT_PADDLE = {"errors", "config", "layout", "trace", "foresight"}
+WITHOUT_PADDLE = {"errors", "arguments", "config", "layout", "trace", "foresight"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
 MAX_LINES = 500
 
