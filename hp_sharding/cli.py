@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from . import __version__
-from .config import MOST_S
 from .errors import ConfigError
+from .limits import MOST_S
 from .options import Finite
 
 _EXAMPLES = """\b

@@ -24,6 +24,7 @@ import numpy as np
 
 from .arguments import as_flag, as_number, as_positive, shown, wrong_value
 from .errors import ConfigError
+from .limits import MOST_MB, MOST_S
 
 _LOGGER = logging.getLogger("hp_sharding")
 _BYTES_PER_MB = 1024 * 1024
@@ -35,10 +36,6 @@ AUTO = "auto"
 START_MB = 25
 SHORT_DTYPES = ("bfloat16", "float16")
 """Those whose sums are formed in float32."""
-MOST_MB = 2.0**40
-"""In bytes 64 bits can count it, and sums of it."""
-MOST_S = 1e6
-"""What every way of waiting that the system has can count, in milliseconds too."""
 _LEAST_DIVISOR, _MOST_DIVISOR = 2.0**-126, 2.0**127
 """What float32 holds, and its reciprocal too."""
 

@@ -190,4 +190,5 @@ def test_the_reducer_compares_at_step() -> None:
     assert [launch.label for launch in fingerprint.history.recent("reduce", 5)] == ["0:b0, backward 0"]
     assert [launch.label for launch in fingerprint.history.recent("gather", 5)] == ["agreement, backward 0"]
     counts = pipe.log[-1].nbytes
-    assert counts == 4 * (2 + 1 + 2 + 2 * 32), "facts, and 32 bits each of what all share and of what the group does"
+    n_facts = 2 + 1 + 2 + 1 + 2 * 8
+    assert counts == 4 * (n_facts + 2 * 32), "facts, and 32 bits each of what all share and of what the group does"

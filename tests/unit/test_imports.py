@@ -13,6 +13,7 @@ PACKAGE = REPO_ROOT / "hp_sharding"
 
 ORDER = [
     "errors",
+    "limits",
     "arguments",
     "config",
     "layout",

@@ -91,7 +91,7 @@ def test_a_seed_draws_the_same_again_and_another_seed_others() -> None:
 
 
 def test_the_find_tests_a_module_are_found() -> None:
-    assert find_tests(FACTS) == ["tests/unit/test_facts.py"]
+    assert find_tests(FACTS) == ["tests/unit/test_facts.py", "tests/unit/test_reduction_failures.py"]
     assert find_tests(Path("hp_sharding/comm/ring.py"))[0] == "tests/unit/test_comm_ring.py"
     assert set(find_tests(Path("hp_sharding/layout.py"))) > {"tests/unit/test_layout.py", "tests/unit/test_arena.py"}
     assert find_tests(Path("hp_sharding/none.py")) == []
@@ -112,17 +112,17 @@ def test_a_harmless_mutant_survives_and_others_do_not() -> None:
 
 def test_each_trial_has_tests_of_its_own() -> None:
     broken = Mutant(1, "fails", "", "", f"{(REPO_ROOT / FACTS).read_text()}\nraise RuntimeError\n")
-    tests = [*find_tests(FACTS), "tests/unit/test_mutation.py::test_columns_count_bytes"]
+    tests = ["tests/unit/test_facts.py", "tests/unit/test_mutation.py::test_columns_count_bytes"]
     verdicts = judge_each([Trial(FACTS, broken, [test]) for test in tests], tests)
     assert [verdict.caught for verdict in verdicts] == [True, False], "the second one does not import the module"
 
 
 def test_a_break_changes_one_place_that_must_be_there() -> None:
-    there = Break("facts.py", "is broken", "return Facts(", "return list(", ("tests/unit/test_facts.py",))
+    there = Break("facts.py", "is broken", "facts = Facts(", "facts = list(", ("tests/unit/test_facts.py",))
     found = there.mutant()
     source = (REPO_ROOT / FACTS).read_text()
-    assert found.source == source.replace("return Facts(", "return list(") != source
-    assert "return list(" in found.source.splitlines()[found.line - 1]
+    assert found.source == source.replace("facts = Facts(", "facts = list(") != source
+    assert "facts = list(" in found.source.splitlines()[found.line - 1]
     for text, times in (("no such text", 0), ("def ", source.count("def "))):
         with pytest.raises(ValueError, match=f"facts.py: {times} times in it, expected once"):
             there._replace(text=text).mutant()
