@@ -6,6 +6,7 @@ A line counts for a test only where it runs during that test. What runs while a 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ _IMPORT = ""
 
 
 class Covering:
-    """Notes contexts and durations of one run, and writes them to ``out`` when it ends.
+    """Notes contexts and durations of one run.
 
     Args:
         tree: root of the copy that the tests run in.
-        out: a JSON file: ``took_s`` by node id, and ``lines``, by path and line, with the node ids that reach it.
+        out: a JSON file that ``finish`` writes: ``took_s`` by node id, ``failed``, and ``lines``, by path and line,
+            with the node ids that reach it.
     """
 
     def __init__(self, tree: Path, out: Path) -> None:
@@ -39,13 +41,19 @@ class Covering:
         self._coverage.switch_context(item.nodeid)
         yield
         self._coverage.switch_context(_IMPORT)
+        if (
+            sys.gettrace() is None
+        ):  # Python takes the tracer away where it raised itself, as on a stack that is too deep
+            self._coverage.stop()
+            self._coverage.start()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._took_s[report.nodeid] = self._took_s.get(report.nodeid, 0.0) + report.duration
         if not report.passed:
             self._failed.append(report.nodeid)
 
-    def pytest_unconfigure(self) -> None:
+    def finish(self) -> None:
+        """Writes what was found."""
         self._coverage.stop()
         data = self._coverage.get_data()
         lines: dict[str, dict[int, list[str]]] = {}

@@ -68,10 +68,15 @@ class Site(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a site is at present, and what stands there once it is taken out."""
+    """Where a site is at present, and what stands there once it is taken out.
+
+    Attributes:
+        lines: of the statement that it is in, as far as it.
+        mutant: the module without it.
+    """
 
     site: Site
-    line: int
+    lines: range
     mutant: Mutant
 
 
@@ -79,6 +84,14 @@ class _Hit(NamedTuple):
     kind: str
     node: ast.expr | ast.stmt
     instead: str
+
+
+class _In(NamedTuple):
+    """What is around a node: qualified name, statement, parent."""
+
+    function: str = ""
+    statement: ast.stmt | None = None
+    parent: ast.AST | None = None
 
 
 def modules() -> list[Path]:
@@ -93,24 +106,33 @@ def all_places() -> list[Place]:
 
 def places(module: Path, source: str) -> list[Place]:
     """Those of one module, by line."""
-    hits = sorted(_hits(ast.parse(source)), key=lambda hit: (hit[1].node.lineno, hit[1].node.col_offset))
+    hits = sorted(_hits(ast.parse(source)), key=lambda hit: (hit[2].node.lineno, hit[2].node.col_offset))
     seen: Counter[Site] = Counter()
     found = []
-    for function, hit in hits:
+    for function, first_line, hit in hits:
         text = one_line(ast.get_source_segment(source, hit.node) or "", _SHORTEST)
         site = Site(module.relative_to(PACKAGE).as_posix(), function, hit.kind, text)
         seen[site] += 1
-        changed = replaced(source, hit.node, hit.instead)
+        changed = replaced(source, hit.node, _as_long(hit))
         mutant = Mutant(hit.node.lineno, f"{hit.kind} left out", text, hit.instead, changed)
-        found.append(Place(site._replace(ordinal=seen[site]), hit.node.lineno, mutant))
+        lines = range(first_line, (hit.node.end_lineno or hit.node.lineno) + 1)
+        found.append(Place(site._replace(ordinal=seen[site]), lines, mutant))
     return found
 
 
-def _hits(node: ast.AST, function: str = "", parent: ast.AST | None = None) -> Iterator[tuple[str, _Hit]]:
-    """With the qualified name of what each is in."""
-    found = _hit(node, parent, function)
+def _as_long(hit: _Hit) -> str:
+    """What stands there instead, over as many lines: functions are known by theirs, see ``server.py``."""
+    more = "\n" * ((hit.node.end_lineno or hit.node.lineno) - hit.node.lineno)
+    return f"({hit.instead}{more})" if isinstance(hit.node, ast.expr) else hit.instead + more
+
+
+def _hits(node: ast.AST, around: _In = _In()) -> Iterator[tuple[str, int, _Hit]]:  # noqa: B008 - a tuple
+    """With the qualified name of what each is in, and the first line of its statement."""
+    statement = node if isinstance(node, ast.stmt) else around.statement
+    found = _hit(node, around)
     if found is not None:
-        yield function or "<module>", found
+        yield around.function or "<module>", (statement or found.node).lineno, found
+    function = around.function
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         function = f"{function}.{node.name}" if function else node.name
     for name, value in ast.iter_fields(node):
@@ -118,10 +140,10 @@ def _hits(node: ast.AST, function: str = "", parent: ast.AST | None = None) -> I
             for child in value if isinstance(value, list) else [value]:
                 # The message of an exception says something; a division in it decides nothing.
                 if isinstance(child, ast.AST) and not isinstance(child, ast.JoinedStr):
-                    yield from _hits(child, function, node)
+                    yield from _hits(child, _In(function, statement, node))
 
 
-def _hit(node: ast.AST, parent: ast.AST | None, function: str) -> _Hit | None:
+def _hit(node: ast.AST, around: _In) -> _Hit | None:
     if isinstance(node, ast.Raise):
         return _Hit("check", node, "pass") if _is_check(node) else None
     if isinstance(node, ast.Assert):
@@ -129,14 +151,14 @@ def _hit(node: ast.AST, parent: ast.AST | None, function: str) -> _Hit | None:
     if isinstance(node, ast.Delete):
         return _Hit("free", node, "pass")
     if isinstance(node, (ast.Assign, ast.AnnAssign)):
-        return _Hit("free", node, "pass") if _lets_go(node, function) else None
+        return _Hit("free", node, "pass") if _lets_go(node, around.function) else None
     if isinstance(node, (ast.BinOp, ast.AugAssign)):
         return _division(node)
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         kind = _kind_of(node.value)
         return None if kind is None else _Hit(kind, node, "pass")
-    if isinstance(node, ast.Call) and not isinstance(parent, ast.Expr):
-        return _wait_in_passing(node, parent)
+    if isinstance(node, ast.Call) and not isinstance(around.parent, ast.Expr):
+        return _wait_in_passing(node, around.parent)
     return None
 
 

@@ -1,0 +1,166 @@
+"""The list of waits, divisions, checks and frees has all of the package; a few are taken out each time.
+
+All of them: ``scripts/mutate --all --jobs 2``.
+"""
+
+from __future__ import annotations
+
+import ast
+import zlib
+from pathlib import Path
+
+import pytest
+
+from tests.harness import REPO_ROOT
+from tests.mutation import listing
+from tests.mutation.listed import files_of, missing_and_stale
+from tests.mutation.listing import Entry
+from tests.mutation.sites import PACKAGE, Place, Site, all_places, modules, places
+from tests.mutation.trying import choose_places, farm, try_listed
+
+N_ROTATING = 10
+SOURCE = '''
+class Box:
+    def __init__(self):
+        self._full = None
+
+    def free(self, work, left):
+        """Waits / frees."""
+        if not self._full:
+            raise StateError(
+                f"nothing is in it, {left / 2}"
+            )
+        work.wait()
+        assert left is not None and isinstance(left, int)
+        assert left > 0, left
+        half = (left
+                // 2)
+        left /= 3
+        self._full.scale_(1 / half)
+        path = folder / "name"
+        try:
+            self._require("READY")
+        except ValueError:
+            raise
+        except OSError as error:
+            raise error
+        if not work.wait_for(self.over, left):
+            del left
+        self._full = None
+        self._full = None
+        start = lambda: begin().wait()
+        text = "".join([])
+        return self.wait()
+
+
+def abstract():
+    raise NotImplementedError
+    raise NotImplementedError("nothing")
+
+
+close()
+'''
+EXPECTED = [
+    ("Box.free", "check", 'raise StateError( f"nothing is in it, {left / 2}" )', 1, "pass"),
+    ("Box.free", "wait", "work.wait()", 1, "pass"),
+    ("Box.free", "check", "assert left > 0, left", 1, "pass"),
+    ("Box.free", "division", "left // 2", 1, "(left)"),
+    ("Box.free", "division", "left /= 3", 1, "pass"),
+    ("Box.free", "division", "self._full.scale_(1 / half)", 1, "pass"),
+    ("Box.free", "division", "1 / half", 1, "(1)"),
+    ("Box.free", "check", 'self._require("READY")', 1, "pass"),
+    ("Box.free", "wait", "work.wait_for(self.over, left)", 1, "work.wait_for(self.over, 0)"),
+    ("Box.free", "free", "del left", 1, "pass"),
+    ("Box.free", "free", "self._full = None", 1, "pass"),
+    ("Box.free", "free", "self._full = None", 2, "pass"),
+    ("Box.free", "wait", "begin().wait()", 1, "begin()"),
+    ("<module>", "free", "close()", 1, "pass"),
+]
+
+
+def _found() -> list[Place]:
+    return places(PACKAGE / "box.py", SOURCE)
+
+
+def test_every_kind_of_site_is_found_and_nothing_else() -> None:
+    found = [(each.site.function, *each.site[2:], each.mutant.after) for each in _found()]
+    assert found == EXPECTED
+    assert {each.site.module for each in _found()} == {"box.py"}
+
+
+def test_what_is_taken_out_leaves_every_line_where_it_was() -> None:
+    for each in _found():
+        ast.parse(each.mutant.source)
+        assert each.mutant.source.count("\n") == SOURCE.count("\n")
+        lines, others = SOURCE.splitlines(), each.mutant.source.splitlines()
+        differing = [n for n, (line, other) in enumerate(zip(lines, others, strict=True), 1) if line != other]
+        assert set(differing) <= set(each.lines)
+        assert each.mutant.line in differing
+
+
+def test_a_list_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "FOLDER", tmp_path)
+    tests = Entry(("tests/unit/test_a.py::test_b[c: d]", "tests/unit/test_a.py::test_e"))
+    entries = {each.site: tests if each.site.kind == "wait" else Entry(equivalent="it is: so") for each in _found()}
+    listing.write("box.py", entries)
+    assert listing.read() == entries
+    assert list(listing.read()) == list(entries)
+    listing.write("box.py", {})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("text", "said"), [("f\n    wait: a\n    wait: a\n", "twice"), ("f\n  wait: a\n", "neither")])
+def test_a_list_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str) -> None:
+    monkeypatch.setattr(listing, "FOLDER", tmp_path)
+    (tmp_path / "box.txt").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        listing.read()
+
+
+def test_what_is_new_and_what_is_gone_is_named() -> None:
+    found = _found()
+    entries = {each.site: Entry() for each in found[1:]} | {Site("box.py", "gone", "wait", "x.wait()"): Entry()}
+    missing = missing_and_stale(entries, found)
+    assert missing == [
+        f"not in the list: line {found[0].mutant.line} of {found[0].site}",
+        "not in the sources any more: box.py, gone, wait: x.wait()",
+    ]
+
+
+def test_the_list_has_every_site_of_the_package_and_no_other() -> None:
+    missing = missing_and_stale(listing.read(), all_places())
+    assert missing == [], "scripts/mutate --find brings tests/mutation/lists up to date; see CONTRIBUTING.md"
+
+
+def test_every_module_is_looked_at() -> None:
+    assert len(modules()) > 100
+    assert {each.site.module for each in all_places()} > {"buffer.py", "pool.py", "arena.py", "comm/tcp.py"}
+
+
+def test_every_entry_has_tests_that_are_there_or_a_reason() -> None:
+    sources: dict[str, str] = {}
+    for site, entry in listing.read().items():
+        assert bool(entry.tests) != bool(entry.equivalent), f"{site}: tests or a reason"
+        for test in entry.tests:
+            path, _, name = test.partition("::")
+            if path not in sources:
+                sources[path] = (REPO_ROOT / path).read_text()
+            function = name.partition("[")[0].rpartition("::")[2]
+            assert f"def {function}(" in sources[path], f"{site}: {test} is not there"
+
+
+@pytest.mark.slow
+def test_a_test_misses_what_was_taken_out() -> None:
+    """Which ones changes with the sources; the message has what repeats it."""
+    number = zlib.crc32(b"".join((REPO_ROOT / path).read_bytes() for path in modules()))
+    entries = listing.read()
+    tried = [
+        place
+        for place in all_places()
+        if entries[place.site].tests and all(test.startswith("tests/unit/") for test in entries[place.site].tests)
+    ]
+    chosen = choose_places(tried, N_ROTATING, number)
+    with farm(2, files_of(entries[place.site] for place in chosen)) as on:
+        verdicts = try_listed(on, chosen, entries)
+    survivors = [str(tried.place.site) for tried in verdicts if not tried.caught]
+    assert survivors == [], f"scripts/mutate --all --jobs 2 {' '.join({str(each.site.path) for each in chosen})}"
