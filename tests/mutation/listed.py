@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tests.harness import REPO_ROOT
 from tests.mutation.listing import Entry, read, write
 from tests.mutation.reach import Reach, of_file, put_together, unit_files
-from tests.mutation.running import MutationError
+from tests.mutation.running import MutationError, find_tests
 from tests.mutation.sites import KINDS, PACKAGE, Place, Site, all_places, places
 from tests.mutation.trying import Farm, Tried, choose_places, farm, find, find_among, try_listed
 
@@ -93,7 +93,8 @@ def find_missing(modules: Sequence[Path], tests: Sequence[str] | None, *, again:
 
     Args:
         modules: only these; all of the package where there are none.
-        tests: those to try, or None: unit tests that reach the site.
+        tests: those to try, or None: of named modules the unit tests that are named after them or import from them,
+            else all unit tests that reach the site.
         again: also where the list has tests.
         jobs: sites tried at a time.
 
@@ -110,13 +111,13 @@ def find_missing(modules: Sequence[Path], tests: Sequence[str] | None, *, again:
     survivors = []
     files = sorted({test.partition("::")[0] for test in tests}) if tests else unit_files()
     with farm(jobs, files) as on:
-        for tried in _look(on, wanted, tests):
+        for tried in _look(on, wanted, tests, by_name=bool(modules)):
             _tell(tried)
             if tried.caught:
                 entries[tried.place.site] = Entry(tried.tests)
                 _write(entries, tried.place.site.module)
             else:
-                reached = "" if tests else f", which {tried.reached} unit tests reach"
+                reached = "" if tests or modules else f", which {tried.reached} unit tests reach"
                 entries[tried.place.site] = Entry(is_open=True)
                 survivors.append(f"line {tried.place.mutant.line} of {tried.place.site}{reached}")
     for module in sorted({site.module for site in entries} | {place.site.module for place in all_places()}):
@@ -124,9 +125,11 @@ def find_missing(modules: Sequence[Path], tests: Sequence[str] | None, *, again:
     return survivors
 
 
-def _look(on: Farm, wanted: Sequence[Place], tests: Sequence[str] | None) -> Iterator[Tried]:
+def _look(on: Farm, wanted: Sequence[Place], tests: Sequence[str] | None, *, by_name: bool) -> Iterator[Tried]:
     if tests:
         return on.each(lambda server, place: find_among(server, place, tests), wanted)
+    if by_name:
+        return on.each(lambda server, place: find_among(server, place, find_tests(place.site.path)), wanted)
     reach = _reach(on) if wanted else Reach({}, {})
     return on.each(lambda server, place: find(server, place, reach, _MOST_S), wanted)
 

@@ -29,9 +29,9 @@ from hp_sharding.checkpoint.source import TensorInfo
 from hp_sharding.checkpoint.unpickled import PARTS, PickledFile
 from hp_sharding.errors import CheckpointError, ConfigError
 
-_RECONSTRUCT = np.zeros(1).__reduce__()[0]  # type: ignore[index]
-_SCALAR = np.float32(1).__reduce__()[0]  # type: ignore[index]
-_FROMBUFFER = np.zeros(1).__reduce_ex__(5)[0]  # type: ignore[index]
+_RECONSTRUCT = np.zeros(1).__reduce__()[0]
+_SCALAR = np.float32(1).__reduce__()[0]
+_FROMBUFFER = np.zeros(1).__reduce_ex__(5)[0]
 _F4, _F8 = np.dtype("f4"), np.dtype("f8")
 
 
@@ -169,7 +169,7 @@ def test_a_file_that_cannot_be_closed_is_not_there(tmp_path: Path, monkeypatch: 
     def fails(fd: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(durable.os, "fsync", fails)
+    monkeypatch.setattr(os, "fsync", fails)
     with pytest.raises(CheckpointError, match="file cannot be written: Input/output error"):
         file.close()
     assert os.listdir(tmp_path) == []
@@ -201,7 +201,7 @@ def test_a_folder_that_cannot_be_put_on_the_disk(tmp_path: Path, monkeypatch: py
     def fails(fd: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(durable.os, "fsync", fails)
+    monkeypatch.setattr(os, "fsync", fails)
     with pytest.raises(CheckpointError, match="cannot be put on the disk: Input/output error"):
         durable.sync_folder(tmp_path)
     assert os.listdir("/proc/self/fd") == open_before

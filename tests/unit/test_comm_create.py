@@ -283,7 +283,12 @@ def test_who_does_not_listen_at_once_is_waited_for() -> None:
     """Its line is full for a while, which is no reason to give it up."""
     everyone, ears = _connected()
     message = ["token", 3, "x" * 100_000]
-    thread = threading.Thread(target=lambda: [everyone[3].tell(message) for _ in range(200)])
+
+    def tell() -> None:
+        for _ in range(200):
+            everyone[3].tell(message)
+
+    thread = threading.Thread(target=tell)
     thread.start()
     time.sleep(0.3)
     for rank, members in everyone.items():

@@ -15,8 +15,9 @@ from tests.harness import REPO_ROOT
 from tests.mutation import listing
 from tests.mutation.listed import files_of, missing_and_stale
 from tests.mutation.listing import Entry
+from tests.mutation.serving import NO_SUCH_TEST, TOOK_TOO_LONG, server
 from tests.mutation.sites import PACKAGE, Place, Site, all_places, modules, places
-from tests.mutation.trying import choose_places, farm, try_listed
+from tests.mutation.trying import choose_places, farm, find_among, try_listed
 
 N_ROTATING = 10
 MOST_OPEN = 510
@@ -154,6 +155,29 @@ def test_every_entry_has_tests_that_are_there_or_a_reason() -> None:
 
 def test_no_more_sites_are_without_a_test_than_were() -> None:
     assert sum(entry.is_open for entry in listing.read().values()) <= MOST_OPEN
+
+
+FACTS = PACKAGE / "facts.py"
+
+
+@pytest.mark.slow
+def test_a_server_tells_what_is_caught_hangs_or_does_nothing_and_leaves_its_copy_as_it_was() -> None:
+    tests = ["tests/unit/test_facts.py::test_who_has_launched_less_is_named"]
+    source = (REPO_ROOT / FACTS).read_text()
+    with server(["tests/unit/test_facts.py"]) as on:
+        on.wait_until_ready()
+        # What runs only as the module is imported shows in a process of its own.
+        harmless, broken = source + "\nTRIED = 1\n", source + "\nraise RuntimeError\n"
+        stuck = source.replace("    return ", "    import time; time.sleep(60); return ")
+        assert not on.run(tests, limit_s=60).caught
+        assert not on.run(tests, limit_s=60, broken=(FACTS, harmless)).caught
+        assert on.run(tests, limit_s=60, broken=(FACTS, broken)).caught
+        answer = on.run(tests, limit_s=3, broken=(FACTS, stuck))
+        assert (answer.code, answer.caught, answer.culprits) == (TOOK_TOO_LONG, True, tuple(tests))
+        assert on.run(["tests/unit/test_facts.py::test_none"], limit_s=60).code == NO_SUCH_TEST
+        assert (on.tree / FACTS).read_text() == source
+        [place, *_] = [each for each in all_places() if each.site.module == "facts.py"]
+        assert find_among(on, place, ["tests/unit/test_facts.py"]).caught
 
 
 @pytest.mark.slow

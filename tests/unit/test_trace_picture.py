@@ -326,7 +326,7 @@ def test_a_phase_is_drawn_with_a_gap_to_the_next() -> None:
     ]
     trace = Trace(spans, [Step(0, 0, 0.0, 1.0, {})], {"model": "Net"})
     figure, scene = picture.painted(trace), lay_out(trace)
-    lines = [line.get_xdata() for line in figure.axes[0].lines if line.get_linewidth() == 1.5]
+    lines = [np.asarray(line.get_xdata()) for line in figure.axes[0].lines if line.get_linewidth() == 1.5]
     expected = []
     for _, start_s, end_s in picture.phases(spans):
         gap_s = min(0.02 / scene.inches_per_s, (end_s - start_s) / 4)
@@ -342,7 +342,9 @@ def test_the_title_is_above_and_long_boxes_have_edges() -> None:
     title, line = figure.texts[:2]
     assert (1 - title.get_position()[1]) * scene.height == pytest.approx(0.12)
     assert (title.get_position()[1] - line.get_position()[1]) * scene.height == pytest.approx(0.27)
-    widths = {float(width) for each in figure.axes[0].findobj(PolyCollection) for width in each.get_linewidth()}
+    widths = {
+        float(width) for each in figure.axes[0].findobj(PolyCollection) for width in np.atleast_1d(each.get_linewidth())
+    }
     assert 0.3 in widths
 
 
