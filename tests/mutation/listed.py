@@ -13,7 +13,7 @@ from tests.harness import REPO_ROOT
 from tests.mutation.listing import Entry, read, write
 from tests.mutation.reach import Reach, of_file, put_together, unit_files
 from tests.mutation.running import MutationError
-from tests.mutation.sites import KINDS, PACKAGE, Place, Site, all_places
+from tests.mutation.sites import KINDS, PACKAGE, Place, Site, all_places, places
 from tests.mutation.trying import Farm, Tried, choose_places, farm, find, find_among, try_listed
 
 MAP = REPO_ROOT / "build" / "reach_of_tests.json"
@@ -136,7 +136,8 @@ def _reach(on: Farm) -> Reach:
 
 def _write(entries: dict[Site, Entry], module: str) -> None:
     """The module's file as its source stands: entries without a site go."""
-    there = [place.site for place in all_places() if place.site.module == module]
+    path = REPO_ROOT / PACKAGE / module
+    there = [place.site for place in places(PACKAGE / module, path.read_text())] if path.exists() else []
     write(module, {site: entries[site] for site in there if site in entries})
 
 
