@@ -1,0 +1,223 @@
+"""``save_full`` in one process: what it refuses, what all ranks have to agree on, and what is on its way at a time."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import paddle
+import pytest
+from paddle import nn
+
+from hp_sharding import CheckpointError, ConfigError, save_full
+from hp_sharding.checkpoint import held, ranks, whole
+from hp_sharding.checkpoint.held import Held
+from hp_sharding.checkpoint.ranks import Ranks, _Signs
+from hp_sharding.comm import Communicator, Work
+from tests.seats import Seat, _Table
+
+
+@pytest.fixture
+def model() -> nn.Layer:
+    return nn.Linear(3, 3)
+
+
+def _adamw(model: nn.Layer) -> Any:
+    """After a step: it keeps moments."""
+    optimizer = paddle.optimizer.AdamW(0.1, parameters=model.parameters())
+    model(paddle.ones([1, 3])).sum().backward()
+    optimizer.step()
+    optimizer.clear_grad()
+    return optimizer
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["folder/", "/", "."])
+def test_a_folder_is_no_name_of_files(path: str, model: nn.Layer, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=re.escape(f"path={path!r} (str): expected the path of files without their")):
+        save_full(path, model)
+    assert os.listdir(tmp_path) == []
+
+
+class _Split(Ranks):
+    """As where tensor parallelism splits layers over two ranks."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self.tensor = (0, 2)
+
+
+def test_split_layers_are_not_put_together(model: nn.Layer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held, "Ranks", _Split)
+    monkeypatch.setattr(_Split, "sum_of", lambda self, values: values)
+    with pytest.raises(ConfigError, match=r"split over tensor-parallel ranks.*Use hp_sharding\.save"):
+        save_full(tmp_path / "ours", model)
+    assert os.listdir(tmp_path) == []
+
+
+# -- what all ranks agree on -------------------------------------------------------------------------------------------
+
+
+class _Other(Ranks):
+    """Its first rank has something else in one of the sums: that of the number ``at``."""
+
+    at = 0
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self._n_sums = itertools.count()
+
+    def sum_of(self, values: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        return values + (next(self._n_sums) == self.at)
+
+
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [
+        (0, r"the optimizer updates 2 parameters here, but 3 on the first rank\. Make it of the same parameters"),
+        (1, r"of parameter 'weight' the optimizer keeps moment1, .* here, and not the same on the first rank"),
+        (3, r"the 10 tensors to save are not those of the first rank: other names, shapes or dtypes"),
+    ],
+    ids=["parameters", "moments", "tensors"],
+)
+def test_ranks_that_differ_are_told_before_anything_is_sent(
+    at: int, said: str, model: nn.Layer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held, "Ranks", _Other)
+    monkeypatch.setattr(_Other, "at", at)
+    with pytest.raises(CheckpointError, match=f"rank 0: {said}"):
+        save_full(tmp_path / "ours", model, _adamw(model))
+    assert os.listdir(tmp_path) == []
+
+
+def _sum_of_both() -> list[list[int]]:
+    """What two tensor-parallel ranks, threads of this process, find to be the sum."""
+    table, found = _Table(2), [[0], [0]]
+
+    def run(rank: int) -> None:
+        own = Ranks(None)
+        own._tensor = Seat("tensor", (0, 1), rank, table)
+        found[rank] = own.sum_of(np.array([1, 10 + rank], np.int32)).tolist()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+    return found
+
+
+def test_tensor_parallel_ranks_are_summed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _sum_of_both() == [[2, 21], [2, 21]]
+
+
+# -- signs of life -----------------------------------------------------------------------------------------------------
+
+
+class _Clock:
+    """An event that is never set and notes how long it was waited for."""
+
+    def __init__(self) -> None:
+        self.pauses_s: list[float] = []
+
+    def wait(self, timeout: float) -> bool:
+        self.pauses_s.append(timeout)
+        return False
+
+    def is_set(self) -> bool:
+        return False
+
+
+def test_signs_of_life_come_rarely_and_often_enough() -> None:
+    """At first soon, since most is over soon; then ever later, but four times as often as anybody gives up."""
+    signs: Any = _Signs.__new__(_Signs)
+    signs._ranks, signs._over, signs._error = Ranks(None), _Clock(), None
+    signs._ranks.timeout_s = 1.0
+    others = iter([1, 1, 1, 1, 1, 1, 0])
+    signs._ranks._sum_over_data = lambda values: np.array([next(others)], np.int32)
+    signs._run()
+    assert signs._over.pauses_s == [0.02, 0.04, 0.08, 0.16, 0.25, 0.25, 0.25]
+    assert ranks._FIRST_SIGN_S == 0.02
+
+
+# -- what is on its way ------------------------------------------------------------------------------------------------
+
+
+class _Late(Work):
+    """Brings its values when it is waited for."""
+
+    op, label, lane, nbytes = "broadcast", "", "", 0
+    start_s = end_s = None
+
+    def __init__(self, deliver: Callable[[], None]) -> None:
+        self._deliver = deliver
+        self.is_waited_for = False
+
+    def wait(self) -> None:
+        if not self.is_waited_for:
+            self.is_waited_for = True
+            self._deliver()
+
+    def done(self) -> bool:
+        return self.is_waited_for
+
+
+class _Lane:
+    """Of which every collective is late; another rank's values are twos."""
+
+    def __init__(self) -> None:
+        self.works: list[_Late] = []
+
+    def broadcast(self, tensor: paddle.Tensor, *, src: int, label: str = "") -> Work:
+        self.works.append(_Late(lambda: tensor.fill_(2.0)))
+        return self.works[-1]
+
+
+@pytest.fixture
+def lane() -> _Lane:
+    return _Lane()
+
+
+@pytest.fixture
+def stream(model: nn.Layer, lane: _Lane, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Two tensors of 40 elements that another rank has, in blocks of 64 bytes."""
+    monkeypatch.setattr(whole, "_BLOCK_BYTES", 64)
+    info = whole.TensorInfo((40,), "float32")
+    found: Any = whole._Stream(
+        Held(model, None), [whole._Due(name, info, 0, [whole._Source(0, 40, 1, None)]) for name in ("a", "b")]
+    )
+    typed: Communicator = lane  # type: ignore[assignment]
+    found._lane = typed
+    found._spare = {"float32": [paddle.zeros([whole._block_numel("float32")]) for _ in range(2)]}
+    return found
+
+
+def test_blocks_are_of_a_size_in_bytes(stream: Any) -> None:
+    assert [(sent.start, sent.nbytes) for sent in stream._begin()] == [(0, 64), (16, 64), (32, 32)]
+
+
+def test_a_block_is_looked_at_when_it_is_there(stream: Any) -> None:
+    np.testing.assert_array_equal(stream.fetch("a"), np.full(40, 2.0, np.float32))
+
+
+def test_where_it_ends_early_nothing_is_on_its_way(stream: Any, lane: _Lane) -> None:
+    blocks = stream._begin()
+    next(blocks)
+    stream._meetings.is_over = True
+    assert list(blocks) == []
+    assert [work.is_waited_for for work in lane.works] == [True, True]
+
+
+def test_only_the_next_tensor_can_be_fetched(stream: Any) -> None:
+    with pytest.raises(AssertionError, match="b was asked for, and a is next"):
+        stream.fetch("b")
