@@ -57,7 +57,7 @@ def test_waiting_says_what_has_failed(failed: PendingSave) -> None:
 
 
 def test_the_next_save_says_what_has_failed(failed: PendingSave, model: nn.Layer, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="before this save, the asynchronous one failed: .*the disk is full"):
+    with pytest.raises(CheckpointError, match=r"before this save, the asynchronous one failed: .*the disk is full"):
         save(tmp_path / "next", model)
     assert not (tmp_path / "next").exists()
     save(tmp_path / "next", model)
@@ -85,9 +85,14 @@ def test_one_that_is_being_written_is_waited_for(then: str, model: nn.Layer, tmp
 def test_the_index_is_written_when_all_shares_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "_POLL_S", 0.001)
     asked: list[str] = []
-    missing = [[1], [1], []]
+    missing: list[list[int]] = [[1], [1], []]
+
+    def missing_parts() -> list[int]:
+        asked.append("missing")
+        return missing.pop(0)
+
     place = mock.Mock(spec=Save)
-    place.missing_parts.side_effect = lambda: asked.append("missing") or missing.pop(0)
+    place.missing_parts.side_effect = missing_parts
     place.bytes_so_far.side_effect = range(100)
     place.commit.side_effect = lambda state, aliases: asked.append("commit")
     _pending(place)._commit_when_all_is_there()
@@ -127,7 +132,7 @@ def test_nothing_is_written_behind_the_back_of_a_save_that_failed(tmp_path: Path
     with ThreadPoolExecutor(1) as executor, held_disk() as disk:
         pending._futures = [executor.submit(place.write, halves(random_tensors(1))[0])]
         threading.Timer(0.3, disk.set).start()
-        with pytest.raises(OSError, match="another rank"), pending._cleaning_up():  # noqa: PT012 - it fails there
+        with pytest.raises(OSError, match="another rank"), pending._cleaning_up():
             raise OSError("another rank")
         assert pending.done()
     assert os.listdir(tmp_path / "c") == []
@@ -226,7 +231,7 @@ def test_all_ranks_save_to_one_folder() -> None:
 
 
 def test_all_ranks_save_the_same_beside() -> None:
-    with pytest.raises(CheckpointError, match="rank 1: extra is not the same as on the first rank.*as rank_extra"):
+    with pytest.raises(CheckpointError, match=r"rank 1: extra is not the same as on the first rank.*as rank_extra"):
         saving._agree_on_id(_Second("an id/5/a"), "a", 6)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import re
@@ -17,9 +18,11 @@ import pytest
 from paddle import nn
 
 from hp_sharding import CheckpointError, ConfigError, save_full
-from hp_sharding.checkpoint import held, ranks, whole
+from hp_sharding.checkpoint import beside, held, ranks, whole
+from hp_sharding.checkpoint.full_state import FullParam, FullState
 from hp_sharding.checkpoint.held import Held
 from hp_sharding.checkpoint.ranks import Ranks, _Signs
+from hp_sharding.checkpoint.source import TensorInfo
 from hp_sharding.comm import Communicator, Work
 from tests.seats import Seat, _Table
 
@@ -192,7 +195,7 @@ def lane() -> _Lane:
 def stream(model: nn.Layer, lane: _Lane, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Two tensors of 40 elements that another rank has, in blocks of 64 bytes."""
     monkeypatch.setattr(whole, "_BLOCK_BYTES", 64)
-    info = whole.TensorInfo((40,), "float32")
+    info = TensorInfo((40,), "float32")
     found: Any = whole._Stream(
         Held(model, None), [whole._Due(name, info, 0, [whole._Source(0, 40, 1, None)]) for name in ("a", "b")]
     )
@@ -221,3 +224,36 @@ def test_where_it_ends_early_nothing_is_on_its_way(stream: Any, lane: _Lane) -> 
 def test_only_the_next_tensor_can_be_fetched(stream: Any) -> None:
     with pytest.raises(AssertionError, match="b was asked for, and a is next"):
         stream.fetch("b")
+
+
+@pytest.fixture
+def planned(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``save_full`` saves are the two tensors."""
+    params = [FullParam(name, "", TensorInfo((40,), "float32"), "float32") for name in "ab"]
+    stream._waiting = [due._replace(name=f"model/{due.name}") for due in stream._waiting]
+    monkeypatch.setattr(whole, "_plan", lambda held: (FullState(params), stream))
+
+
+@pytest.mark.usefixtures("planned")
+def test_where_the_first_rank_fails_it_takes_part_in_what_is_left(
+    lane: _Lane, model: nn.Layer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(beside, "write_all", _fails)
+    with pytest.raises(CheckpointError, match="cannot be written: Input/output error"):
+        save_full(tmp_path / "ours", model)
+    assert [work.is_waited_for for work in lane.works] == [True] * 6
+
+
+def _fails(fd: int, data: memoryview) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.usefixtures("planned")
+def test_a_rank_that_writes_nothing_sends_all_of_it(
+    lane: _Lane, model: nn.Layer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ranks, "is_first", False)
+    save_full(tmp_path / "ours", model)
+    assert [work.is_waited_for for work in lane.works] == [True] * 6
+    assert os.listdir(tmp_path) == []

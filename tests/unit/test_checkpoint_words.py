@@ -39,7 +39,10 @@ _PICKLES: dict[str, tuple[bytes, str]] = {
     "a state for a dict": (b"\x80\x04}}b.", "a state for what has none, before byte 5"),
     "a list as a key": (b"\x80\x04}]K\x01s.", "a key that is no text or number, before byte 7"),
     "a tuple in a set": (b"\x80\x04\x8f()\x90.", "a key that is no text or number, before byte 6"),
-    "a number of many bytes": (b"\x80\x04\x8b\x01\x01\0\0" + b"\0" * 257 + b".", "a number of 257 bytes, before byte 7"),
+    "a number of many bytes": (
+        b"\x80\x04\x8b\x01\x01\0\0" + b"\0" * 257 + b".",
+        "a number of 257 bytes, before byte 7",
+    ),
     "a number of fewer than none": (b"\x80\x04\x8b\xff\xff\xff\xff.", "a number of -1 bytes, before byte 7"),
     "a list": (b"\x80\x04].", "a list, not a dict, before byte 4"),
     "a dtype as a value": (
@@ -94,7 +97,7 @@ _W = NamedTensor("linear_0.w_0", np.ones((2, 2), np.float32))
 def test_files_of_two_saves_are_not_mixed(tmp_path: Path, optimizer: Any, stranger: str) -> None:
     write_pickled(tmp_path / "both.pdparams", {"w": _W})
     write_pickled(tmp_path / "both.pdopt", optimizer)
-    with pytest.raises(CheckpointError, match="belong to no parameter in .*take both from the same save") as caught:
+    with pytest.raises(CheckpointError, match=r"belong to no parameter in .*take both from the same save") as caught:
         WholeFiles(tmp_path / "both")
     assert caught.value.parameter == stranger
 
