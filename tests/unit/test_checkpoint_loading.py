@@ -11,9 +11,10 @@ import pytest
 from paddle import nn
 
 from hp_sharding import CheckpointError, LayoutError, StateError, load, save
-from hp_sharding.checkpoint import opened
+from hp_sharding.checkpoint import loading, opened
 from hp_sharding.checkpoint.folder import is_complete, open_checkpoint, read_index
 from hp_sharding.checkpoint.index import Place
+from hp_sharding.checkpoint.ranks import Ranks
 from hp_sharding.checkpoint.source import SPLIT_MARK
 from hp_sharding.moments import moments_of
 from tests.fakes import Rig, values, wrap
@@ -98,10 +99,11 @@ def test_one_that_was_replaced_by_half_a_checkpoint_is_not_complete(
     assert not is_complete(tmp_path)
 
 
+@pytest.mark.parametrize("last", [[], [[]]], ids=["tensors", "a header"])
 @pytest.mark.parametrize("n_parts", [1, 2, 3, 5])
-def test_every_part_of_every_file_is_verified_by_one_rank(tmp_path: Path, n_parts: int) -> None:
-    """Also the last bytes of the last file, and a file that has nothing but its header."""
-    save_parts(tmp_path, [*halves(random_tensors(1)), []])
+def test_every_part_of_every_file_is_verified_by_one_rank(tmp_path: Path, n_parts: int, last: Any) -> None:
+    """Also the last bytes of all, be they a tensor's or a header's."""
+    save_parts(tmp_path, [*halves(random_tensors(1)), *last])
     with open_checkpoint(tmp_path) as checkpoint:
         shares = [checkpoint.share(part, n_parts) for part in range(n_parts)]
         for number, places in enumerate(checkpoint.index.places()):
@@ -118,6 +120,40 @@ def test_every_part_of_every_file_is_verified_by_one_rank(tmp_path: Path, n_part
                     n_failed += 1
         assert n_failed >= 1, path.name
         path.write_bytes(data)
+
+
+def test_ranks_that_open_different_ones_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After they have looked again: a save may just have replaced it."""
+    looked: list[Path] = []
+
+    def look(path: Path) -> Any:
+        looked.append(path)
+        return open_checkpoint(path)
+
+    save(tmp_path, nn.Linear(3, 3))
+    monkeypatch.setattr(loading, "_REOPEN_S", 0.0)
+    monkeypatch.setattr(loading, "open_checkpoint", look)
+    monkeypatch.setattr(Ranks, "text_of", lambda self, rank, text: "another elsewhere")
+    error = _refused(tmp_path, nn.Linear(3, 3))
+    assert "rank 0: expected the checkpoint that the first rank opened, at elsewhere, and found another" in str(error)
+    assert len(looked) == loading._OPENINGS
+
+
+def test_half_a_load_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was whole when it was verified cannot be read a moment later."""
+    read = opened.Checkpoint.read
+
+    def fails(self: opened.Checkpoint, name: str, start: int, stop: int) -> Any:
+        if name == "model/bias":
+            raise CheckpointError("it has gone", file="there", parameter="bias")
+        return read(self, name, start, stop)
+
+    save(tmp_path, nn.Linear(3, 3))
+    monkeypatch.setattr(opened.Checkpoint, "read", fails)
+    message = r"it has gone\. Model and optimizer are half loaded from '.*' now: load again"
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load(tmp_path, nn.Linear(3, 3))
+    assert (caught.value.file, caught.value.parameter) == ("there", "bias")
 
 
 # -- what is forgotten -------------------------------------------------------------------------------------------------
@@ -154,9 +190,9 @@ def _step(model: nn.Layer, optimizer: Any) -> None:
 # -- what is sharded ---------------------------------------------------------------------------------------------------
 
 
-def _rig(stage: int) -> Rig:
+def _rig(stage: int, **settings: Any) -> Rig:
     model = make_model("mlp")
-    rig = wrap(model, make_optimizer("AdamW", model), stage=stage, **BOTH)
+    rig = wrap(model, make_optimizer("AdamW", model), stage=stage, **BOTH, **settings)
     _train(rig, 0)
     return rig
 
@@ -167,13 +203,15 @@ def _train(rig: Rig, step: int) -> None:
     rig.optimizer.clear_grad()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_shards_are_written_when_no_gather_reads_them(stage: int, tmp_path: Path) -> None:
-    rig = _rig(stage)
+@pytest.mark.parametrize(
+    "settings", [{"stage": 1}, {"stage": 2}, {"stage": 2, "reshard_after_step": True}, {"stage": 3}], ids=str
+)
+def test_shards_are_written_when_no_gather_reads_them(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Neither one of the step before nor, where storage was freed, one that the ranks begin before they load."""
+    rig = _rig(**settings)
     save(tmp_path, rig.model, rig.optimizer)
     expected = [buffer.shard.numpy().copy() for buffer in rig.optimizer.buffers]
     _train(rig, 1)
-    assert rig.gather.n_pending, "those of the next forward"
     load(tmp_path, rig.model, rig.optimizer)
     for buffer, values_then in zip(rig.optimizer.buffers, expected, strict=True):
         np.testing.assert_array_equal(buffer.shard.numpy(), values_then)
@@ -184,6 +222,7 @@ def test_parameters_that_stay_are_there_when_a_load_returns(stage: int, tmp_path
     rig = _rig(stage)
     save(tmp_path, rig.model, rig.optimizer)
     _train(rig, 1)
+    assert rig.gather.n_pending, "those of the step"
     load(tmp_path, rig.model, rig.optimizer)
     assert rig.gather.n_pending == 0
 

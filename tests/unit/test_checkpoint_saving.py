@@ -113,6 +113,7 @@ class _Asked(Exception):
 def test_shares_that_do_not_come_are_given_up(is_cancelled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once where this rank's own has failed; after the time-out where nothing grows."""
     monkeypatch.setattr(saving, "_POLL_S", 0.001)
+    monkeypatch.setattr(saving, "_LONGEST_POLL_S", 0.001)
     place = mock.Mock(spec=Save, path=Path("there"))
     place.missing_parts.side_effect = [[1, 3]] * 200 + [_Asked()]
     place.bytes_so_far.return_value = 7

@@ -6,7 +6,6 @@ import errno
 import itertools
 import os
 import re
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,12 @@ import pytest
 from paddle import nn
 
 from hp_sharding import CheckpointError, ConfigError, save_full
-from hp_sharding.checkpoint import beside, held, ranks, whole
+from hp_sharding.checkpoint import beside, held, whole
 from hp_sharding.checkpoint.full_state import FullParam, FullState
 from hp_sharding.checkpoint.held import Held
-from hp_sharding.checkpoint.ranks import Ranks, _Signs
+from hp_sharding.checkpoint.ranks import Ranks
 from hp_sharding.checkpoint.source import TensorInfo
 from hp_sharding.comm import Communicator, Work
-from tests.seats import Seat, _Table
 
 
 @pytest.fixture
@@ -101,56 +99,6 @@ def test_ranks_that_differ_are_told_before_anything_is_sent(
     with pytest.raises(CheckpointError, match=f"rank 0: {said}"):
         save_full(tmp_path / "ours", model, _adamw(model))
     assert os.listdir(tmp_path) == []
-
-
-def _sum_of_both() -> list[list[int]]:
-    """What two tensor-parallel ranks, threads of this process, find to be the sum."""
-    table, found = _Table(2), [[0], [0]]
-
-    def run(rank: int) -> None:
-        own = Ranks(None)
-        own._tensor = Seat("tensor", (0, 1), rank, table)
-        found[rank] = own.sum_of(np.array([1, 10 + rank], np.int32)).tolist()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20.0)
-    return found
-
-
-def test_tensor_parallel_ranks_are_summed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _sum_of_both() == [[2, 21], [2, 21]]
-
-
-# -- signs of life -----------------------------------------------------------------------------------------------------
-
-
-class _Clock:
-    """An event that is never set and notes how long it was waited for."""
-
-    def __init__(self) -> None:
-        self.pauses_s: list[float] = []
-
-    def wait(self, timeout: float) -> bool:
-        self.pauses_s.append(timeout)
-        return False
-
-    def is_set(self) -> bool:
-        return False
-
-
-def test_signs_of_life_come_rarely_and_often_enough() -> None:
-    """At first soon, since most is over soon; then ever later, but four times as often as anybody gives up."""
-    signs: Any = _Signs.__new__(_Signs)
-    signs._ranks, signs._over, signs._error = Ranks(None), _Clock(), None
-    signs._ranks.timeout_s = 1.0
-    others = iter([1, 1, 1, 1, 1, 1, 0])
-    signs._ranks._sum_over_data = lambda values: np.array([next(others)], np.int32)
-    signs._run()
-    assert signs._over.pauses_s == [0.02, 0.04, 0.08, 0.16, 0.25, 0.25, 0.25]
-    assert ranks._FIRST_SIGN_S == 0.02
 
 
 # -- what is on its way ------------------------------------------------------------------------------------------------
