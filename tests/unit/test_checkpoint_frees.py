@@ -147,6 +147,13 @@ def test_a_tensor_is_filled_a_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -
     np.testing.assert_array_equal(tensor.numpy().reshape(-1), np.arange(40, dtype=np.float32))
 
 
+def test_a_tensor_is_given_a_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)
+    given = list(blocks.host_blocks(paddle.arange(40, dtype="float32").reshape([5, 8])))
+    assert [block.nbytes for block in given] == [64, 64, 32]
+    np.testing.assert_array_equal(np.concatenate(given).view(np.float32), np.arange(40))
+
+
 def test_what_several_ranks_hold_is_cut_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shares, "PIECE_BYTES", 64)
     tensor = paddle.arange(40, dtype="float32").reshape([5, 8])

@@ -65,6 +65,22 @@ def test_what_fails_on_one_rank_fails_on_all_with_its_words() -> None:
         pass
 
 
+def test_who_is_through_waits_for_the_others() -> None:
+    own: Any = Ranks(None)
+    others = threading.Event()
+
+    def sum_over_data(values: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        others.wait(20.0)
+        return np.array([0], np.int32)
+
+    own._sum_over_data = sum_over_data
+    signs = _Signs(own)
+    threading.Timer(0.2, others.set).start()
+    signs.end()
+    assert others.is_set()
+    signs.end()
+
+
 class _Clock:
     """An event that is never set and notes how long it was waited for."""
 
