@@ -109,7 +109,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--tests",
         nargs="+",
-        help="default: unit tests named after the module, or importing from it; of --find: those that reach the site",
+        help="default: unit tests named after the module, or importing from it; of --find without a module: all",
     )
     arguments = parser.parse_args()
     if arguments.streams + arguments.all + arguments.find > 1 or (arguments.streams and arguments.modules):

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from tests.harness import REPO_ROOT
 from tests.mutation.listing import Entry, read, write
 from tests.mutation.reach import Reach, of_file, put_together, unit_files
-from tests.mutation.running import MutationError
-from tests.mutation.sites import KINDS, PACKAGE, Place, Site, all_places
+from tests.mutation.running import MutationError, find_tests
+from tests.mutation.sites import KINDS, PACKAGE, Place, Site, all_places, places
 from tests.mutation.trying import Farm, Tried, choose_places, farm, find, find_among, try_listed
 
 MAP = REPO_ROOT / "build" / "reach_of_tests.json"
@@ -45,7 +45,7 @@ def judge_listed(picked: Picked, *, jobs: int) -> list[str]:
     """Tries each picked site on its tests, and prints what became of it and how many there are of each kind.
 
     Returns:
-        The survivors.
+        The survivors, and what the list has as open.
 
     Raises:
         MutationError: the list does not fit the sources; or the tests fail without anything taken out.
@@ -56,13 +56,18 @@ def judge_listed(picked: Picked, *, jobs: int) -> list[str]:
     if missing:
         raise MutationError("\n".join(["the list does not fit the sources (scripts/mutate --find):", *missing]))
     chosen = picked.of(places)
-    trials = [place for place in chosen if not entries[place.site].equivalent]
+    trials = [place for place in chosen if entries[place.site].tests]
+    for place in chosen:
+        if entries[place.site].is_open:
+            print(f"  open             line {place.mutant.line} of {place.site}")
     print(f"{len(trials)} of {len(places)} sites, each tried on its own tests", flush=True)
     with farm(jobs, files_of(entries[place.site] for place in trials)) as on:
         found = try_listed(on, trials, entries, _tell)
     _print_table(chosen, entries, found)
     print(f"in {(time.monotonic() - begin_s) / 60:.1f} minutes")
-    return [f"{tried.place.mutant.line}, {tried.place.site}" for tried in found if not tried.caught]
+    still_open = [place for place in chosen if entries[place.site].is_open]
+    survived = [tried.place for tried in found if not tried.caught]
+    return [f"line {place.mutant.line} of {place.site}" for place in [*still_open, *survived]]
 
 
 def files_of(entries: Iterable[Entry]) -> list[str]:
@@ -88,39 +93,43 @@ def find_missing(modules: Sequence[Path], tests: Sequence[str] | None, *, again:
 
     Args:
         modules: only these; all of the package where there are none.
-        tests: those to try, or None: unit tests that reach the site.
+        tests: those to try, or None: of named modules the unit tests that are named after them or import from them,
+            else all unit tests that reach the site.
         again: also where the list has tests.
         jobs: sites tried at a time.
 
     Returns:
-        Sites that no test has missed. They are not in the list.
+        Sites that no test has missed. In the list they are open.
     """
     entries = read()
     wanted = [
         place
         for place in Picked(modules).of(all_places())
-        if place.site not in entries or (again and not entries[place.site].equivalent)
+        if place.site not in entries or entries[place.site].is_open or (again and entries[place.site].tests)
     ]
     print(f"{len(wanted)} sites to find tests for", flush=True)
     survivors = []
     files = sorted({test.partition("::")[0] for test in tests}) if tests else unit_files()
     with farm(jobs, files) as on:
-        for tried in _look(on, wanted, tests):
+        for tried in _look(on, wanted, tests, by_name=bool(modules)):
             _tell(tried)
             if tried.caught:
                 entries[tried.place.site] = Entry(tried.tests)
                 _write(entries, tried.place.site.module)
             else:
-                reached = "" if tests else f", which {tried.reached} unit tests reach"
+                reached = "" if tests or modules else f", which {tried.reached} unit tests reach"
+                entries[tried.place.site] = Entry(is_open=True)
                 survivors.append(f"line {tried.place.mutant.line} of {tried.place.site}{reached}")
     for module in sorted({site.module for site in entries} | {place.site.module for place in all_places()}):
         _write(entries, module)
     return survivors
 
 
-def _look(on: Farm, wanted: Sequence[Place], tests: Sequence[str] | None) -> Iterator[Tried]:
+def _look(on: Farm, wanted: Sequence[Place], tests: Sequence[str] | None, *, by_name: bool) -> Iterator[Tried]:
     if tests:
         return on.each(lambda server, place: find_among(server, place, tests), wanted)
+    if by_name:
+        return on.each(lambda server, place: find_among(server, place, find_tests(place.site.path)), wanted)
     reach = _reach(on) if wanted else Reach({}, {})
     return on.each(lambda server, place: find(server, place, reach, _MOST_S), wanted)
 
@@ -136,7 +145,8 @@ def _reach(on: Farm) -> Reach:
 
 def _write(entries: dict[Site, Entry], module: str) -> None:
     """The module's file as its source stands: entries without a site go."""
-    there = [place.site for place in all_places() if place.site.module == module]
+    path = REPO_ROOT / PACKAGE / module
+    there = [place.site for place in places(PACKAGE / module, path.read_text())] if path.exists() else []
     write(module, {site: entries[site] for site in there if site in entries})
 
 
@@ -149,9 +159,10 @@ def _print_table(chosen: Sequence[Place], entries: dict[Site, Entry], found: Seq
     counts: Counter[tuple[str, str]] = Counter()
     for place in chosen:
         counts[place.site.kind, "equivalent"] += bool(entries[place.site].equivalent)
+        counts[place.site.kind, "open"] += entries[place.site].is_open
     for tried in found:
         counts[tried.place.site.kind, "caught" if tried.caught else "survived"] += 1
-    columns = ("caught", "equivalent", "survived")
+    columns = ("caught", "equivalent", "open", "survived")
     print(f"{'':10}", *(f"{column:>10}" for column in columns))
     for kind in KINDS:
         print(f"{kind:10}", *(f"{counts[kind, column]:10}" for column in columns))

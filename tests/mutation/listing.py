@@ -1,13 +1,15 @@
 """The list of all sites, with what misses each: a file a module below ``tests/mutation/lists``, made to be read.
 
-A module's file has the functions in the order of the source, in them the sites, and under each site either the tests of
-which one must fail without it, or why nobody can see that it is gone::
+A module's file has the functions in the order of the source, in them the sites, and under each site the tests of which
+one must fail without it, or why nobody can see that it is gone, or ``open``, as long as no test is known that does::
 
     FusedCommBuffer.finish_gather
         wait: self._work.wait()
             tests/unit/test_buffer.py::test_parameters_are_there_after_the_gather
         free: self._work = None
             equivalent: the next gather puts its own work there.
+        check: raise StateError(...)
+            open
 
 ``scripts/mutate --find`` writes it. Reasons are written by hand, and kept.
 """
@@ -25,6 +27,7 @@ from tests.mutation.sites import KINDS, PACKAGE, Site
 FOLDER = REPO_ROOT / "tests" / "mutation" / "lists"
 _SITE = re.compile(rf"    ({'|'.join(KINDS)})(?: (\d+))?: (.*)")
 _EQUIVALENT = "equivalent: "
+_OPEN = "open"
 
 
 class Entry(NamedTuple):
@@ -33,10 +36,12 @@ class Entry(NamedTuple):
     Attributes:
         tests: node ids; of these one must fail without it.
         equivalent: why nobody can see that it is gone, where that is so; then there are no tests.
+        is_open: neither is known.
     """
 
     tests: tuple[str, ...] = ()
     equivalent: str = ""
+    is_open: bool = False
 
 
 def read() -> dict[Site, Entry]:
@@ -70,6 +75,8 @@ def _parse(module: str, lines: Sequence[str]) -> dict[Site, Entry]:
             raise ValueError(f"lists/{module}, line {number}: neither a function, nor a site, nor a test: {line}")
         elif line.strip().startswith(_EQUIVALENT):
             found[site] = Entry(equivalent=line.strip().removeprefix(_EQUIVALENT))
+        elif line.strip() == _OPEN:
+            found[site] = Entry(is_open=True)
         else:
             found[site] = Entry((*found[site].tests, line.strip()))
     return found
@@ -91,6 +98,7 @@ def write(module: str, entries: Mapping[Site, Entry]) -> None:
         lines.append(f"    {site.kind}{again}: {site.text}")
         lines += [f"        {test}" for test in entry.tests]
         lines += [f"        {_EQUIVALENT}{entry.equivalent}"] * bool(entry.equivalent)
+        lines += [f"        {_OPEN}"] * entry.is_open
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
 

@@ -120,7 +120,9 @@ class Server:
         except subprocess.TimeoutExpired:
             return Answer(TOOK_TOO_LONG, time.monotonic() - begin_s, "", ())
         failed = tuple(re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", done.stdout, re.MULTILINE))
-        return Answer(done.returncode, time.monotonic() - begin_s, done.stdout[-_TAIL_CHARS:], failed)
+        # A module that cannot be imported any more: pytest then says that it knows no such test.
+        code = FAILED if "ERROR collecting" in done.stdout else done.returncode
+        return Answer(code, time.monotonic() - begin_s, done.stdout[-_TAIL_CHARS:], failed)
 
     def _send(
         self, tests: Sequence[str], limit_s: float, *, broken: Path | None = None, covering: Path | None = None

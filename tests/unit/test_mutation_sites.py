@@ -15,10 +15,13 @@ from tests.harness import REPO_ROOT
 from tests.mutation import listing
 from tests.mutation.listed import files_of, missing_and_stale
 from tests.mutation.listing import Entry
+from tests.mutation.serving import NO_SUCH_TEST, TOOK_TOO_LONG, server
 from tests.mutation.sites import PACKAGE, Place, Site, all_places, modules, places
-from tests.mutation.trying import choose_places, farm, try_listed
+from tests.mutation.trying import choose_places, farm, find_among, try_listed
 
 N_ROTATING = 10
+MOST_OPEN = 510
+"""Sites that no test is known to miss. This may become less; a new one wants a test, or a reason."""
 SOURCE = '''
 class Box:
     def __init__(self):
@@ -101,7 +104,8 @@ def test_what_is_taken_out_leaves_every_line_where_it_was() -> None:
 def test_a_list_is_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listing, "FOLDER", tmp_path)
     tests = Entry(("tests/unit/test_a.py::test_b[c: d]", "tests/unit/test_a.py::test_e"))
-    entries = {each.site: tests if each.site.kind == "wait" else Entry(equivalent="it is: so") for each in _found()}
+    by_kind = {"wait": tests, "free": Entry(is_open=True)}
+    entries = {each.site: by_kind.get(each.site.kind, Entry(equivalent="it is: so")) for each in _found()}
     listing.write("box.py", entries)
     assert listing.read() == entries
     assert list(listing.read()) == list(entries)
@@ -140,13 +144,40 @@ def test_every_module_is_looked_at() -> None:
 def test_every_entry_has_tests_that_are_there_or_a_reason() -> None:
     sources: dict[str, str] = {}
     for site, entry in listing.read().items():
-        assert bool(entry.tests) != bool(entry.equivalent), f"{site}: tests or a reason"
+        assert bool(entry.tests) + bool(entry.equivalent) + entry.is_open == 1, f"{site}: tests, a reason, or open"
         for test in entry.tests:
             path, _, name = test.partition("::")
             if path not in sources:
                 sources[path] = (REPO_ROOT / path).read_text()
             function = name.partition("[")[0].rpartition("::")[2]
             assert f"def {function}(" in sources[path], f"{site}: {test} is not there"
+
+
+def test_no_more_sites_are_without_a_test_than_were() -> None:
+    assert sum(entry.is_open for entry in listing.read().values()) <= MOST_OPEN
+
+
+FACTS = PACKAGE / "facts.py"
+
+
+@pytest.mark.slow
+def test_a_server_tells_what_is_caught_hangs_or_does_nothing_and_leaves_its_copy_as_it_was() -> None:
+    tests = ["tests/unit/test_facts.py::test_who_has_launched_less_is_named"]
+    source = (REPO_ROOT / FACTS).read_text()
+    with server(["tests/unit/test_facts.py"]) as on:
+        on.wait_until_ready()
+        # What runs only as the module is imported shows in a process of its own.
+        harmless, broken = source + "\nTRIED = 1\n", source + "\nraise RuntimeError\n"
+        stuck = source.replace("    return ", "    import time; time.sleep(60); return ")
+        assert not on.run(tests, limit_s=60).caught
+        assert not on.run(tests, limit_s=60, broken=(FACTS, harmless)).caught
+        assert on.run(tests, limit_s=60, broken=(FACTS, broken)).caught
+        answer = on.run(tests, limit_s=3, broken=(FACTS, stuck))
+        assert (answer.code, answer.caught, answer.culprits) == (TOOK_TOO_LONG, True, tuple(tests))
+        assert on.run(["tests/unit/test_facts.py::test_none"], limit_s=60).code == NO_SUCH_TEST
+        assert (on.tree / FACTS).read_text() == source
+        [place, *_] = [each for each in all_places() if each.site.module == "facts.py"]
+        assert find_among(on, place, ["tests/unit/test_facts.py"]).caught
 
 
 @pytest.mark.slow
