@@ -15,6 +15,7 @@ import pytest
 
 from hp_sharding.comm import Communicator
 from hp_sharding.doctor import asynchrony, bandwidth, foreign, overlap, parity, ranks
+from hp_sharding.doctor.examination import Check, Examination
 from hp_sharding.doctor.parity import Split
 from hp_sharding.doctor.ranks import Team
 from hp_sharding.doctor.report import Request
@@ -397,6 +398,29 @@ def test_a_job_that_cannot_be_joined_says_what_paddle_says(monkeypatch: pytest.M
     monkeypatch.setattr(paddle.distributed, "init_parallel_env", fail)
     with pytest.raises(ConfigError, match="rank 0: Paddle's parallel environment: the address is in use"):
         ranks.join_job()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_lanes_are_closed_before_the_others_are_heard(fails: bool) -> None:
+    """So that nobody waits for a rank that failed, and no check has the lanes of the one before."""
+    called: list[str] = []
+
+    class Noting(Team):
+        def close(self) -> None:
+            called.append("close")
+
+        def tell_all(self, mine: Any, *, timeout_s: float | None = None) -> list[Any]:
+            called.append("tell all")
+            return []
+
+    def measure(*_: Any) -> None:
+        called.append("measure")
+        if fails:
+            raise CommError("rank 1 is gone")
+
+    check = Check("a check", measure, lambda *_: None)
+    Examination(_request(8.0), Noting(timeout_s=10.0), lambda *_: None)._run_check("parity", check)
+    assert called == ["measure", "close", "tell all"]
 
 
 # -- other programs ----------------------------------------------------------------------------------------------------

@@ -343,9 +343,8 @@ def test_waits_of_the_first_steps_do_not_count() -> None:
 
 
 def test_the_log_is_as_before() -> None:
-    filters = list(replay.LOG.filters)
     predict(FOUR, FAST, Ranks(2), ShardingConfig(stage=2))
-    assert replay.LOG.filters == filters
+    assert replay._is_warning not in replay.LOG.filters
 
 
 def test_what_layers_without_matrices_take_is_theirs_in_equal_parts() -> None:
