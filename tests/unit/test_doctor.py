@@ -408,6 +408,6 @@ def test_what_is_handed_in_comes_out(tmp_path: Path) -> None:
 
 
 def test_what_is_no_report_is_not_taken_for_one(tmp_path: Path) -> None:
-    report.replace(tmp_path / "report", pickle.dumps({"passed": True}))
+    replace(tmp_path / "report", pickle.dumps({"passed": True}))
     with pytest.raises(AssertionError):
         report.collect(tmp_path)

@@ -48,7 +48,8 @@ def test_a_view_without_its_inside_has_no_attributes(name: str) -> None:
 
 
 def test_clear_grad_goes_on_to_the_optimizer() -> None:
-    view, calls = _view(), []
+    view = _view()
+    calls: list[bool] = []
     view._sharded = SimpleNamespace(clear_grad=calls.append)
     view.clear_grad(False)
     view.clear_grad()

@@ -10,6 +10,7 @@ from typing import Any
 
 import paddle
 import paddle.distributed.fleet as paddle_fleet
+import paddle.distributed.fleet.base.topology as topology
 import pytest
 
 from hp_sharding import fleet
@@ -342,7 +343,7 @@ def test_a_model_that_was_sharded_without_fleet_is_refused(session: Session) -> 
 
 @pytest.mark.parametrize("is_same", [True, False])
 def test_groups_of_other_degrees_are_not_kept(is_same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    topology, found = session_module.paddle_topology, []
+    found: list[Any] = []
     monkeypatch.setattr(topology, "_HYBRID_PARALLEL_GROUP", before := object())
     monkeypatch.setattr(session_module, "_degrees_of", lambda _: Degrees(1, 2 if is_same else 4))
     monkeypatch.setattr(session_module, "paddle_init", lambda **_: found.append(topology._HYBRID_PARALLEL_GROUP))

@@ -365,7 +365,7 @@ def test_what_stands_beside_the_axes_is_no_wider_than_the_picture(monkeypatch: p
     (line,) = [box for text, box in _texts(figure) if text.startswith("a long account")]
     assert 0.5 * width < line.x1 < width
     (legend,) = figure.legends
-    assert legend._ncols == lay_out(trace).width // 2.4
+    assert vars(legend)["_ncols"] == lay_out(trace).width // 2.4
     box = legend.get_window_extent()
     assert box.x0 >= 0 and box.x1 <= width
 
