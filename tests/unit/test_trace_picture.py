@@ -348,6 +348,28 @@ def test_the_title_is_above_and_long_boxes_have_edges() -> None:
     assert 0.3 in widths
 
 
+def test_names_that_do_not_fit_in_their_boxes_stand_at_the_middle_of_the_lane() -> None:
+    trace = make(Run(n_layers=64, n_ranks=2, n_steps=1))
+    figure, scene = picture.painted(trace), lay_out(trace)
+    found = {round(text.get_position()[1], 6) for text in figure.axes[0].texts if text.get_path_effects()}
+    lanes = [panel.lanes[lane] + scene.lane / 2 for panel in scene.panels for lane in ("gather", "reduce")]
+    assert found
+    assert found <= {round(y, 6) for y in lanes}
+
+
+def test_what_stands_beside_the_axes_is_no_wider_than_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(picture, "headline", lambda *_: ["a long account of a run"] * 20)
+    trace = make(Run(n_layers=64, n_ranks=1, n_steps=1))
+    figure = picture.painted(trace)
+    width, _ = figure.canvas.get_width_height()
+    (line,) = [box for text, box in _texts(figure) if text.startswith("a long account")]
+    assert 0.5 * width < line.x1 < width
+    (legend,) = figure.legends
+    assert vars(legend)["_ncols"] == lay_out(trace).width // 2.4
+    box = legend.get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= width
+
+
 def test_spans_side_by_side_share_the_height_of_the_lane() -> None:
     spans = [
         Span(0, "compute", "forward", 0.0, 1.0, 0, "a"),
