@@ -13,7 +13,8 @@ from .buffer import FusedCommBuffer
 from .comm import Communicator, Fingerprint
 from .config import ShardingConfig
 from .layout import BucketLayout, BucketRules, ParamSpec, plan_buckets
-from .reduction import ReduceLanes, Reducer, ReduceRules
+from .reduce_lanes import ReduceLanes
+from .reduction import Reducer, ReduceRules
 from .timeline import Timeline
 from .updates import InnerUpdates
 

@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 from .arena import GradientArena
 from .buffer import FusedCommBuffer
-from .comm import Communicator, Fingerprint, Work
+from .comm import Work
 from .errors import CommError, StateError
 from .facts import Agreement, Facts
 from .gradient_storage import drop_gradient, gradient_of, show_gradient
 from .in_flight import GradientsInFlight
+from .reduce_lanes import ReduceLanes
 from .replication import Replicator, make_replicator
 from .running import RunningState
 from .sent import SentGradients
@@ -25,27 +26,6 @@ from .timeline import Timeline
 
 PUBLISH_ALWAYS_ROUNDS, PUBLISH_EVERY_ROUNDS = 8, 32
 """Rank 0 publishes a new order after each of the first rounds, then now and then: not a broadcast in every step."""
-
-
-class ReduceLanes(NamedTuple):
-    """Where reductions and agreements travel.
-
-    Attributes:
-        reduce: over the shard group; carries the reduce-scatters.
-        agree: lanes that one after the other reach all data ranks, the replicas first; idle during backward.
-        replicate: over the replicas of this rank's shard; None where there is one.
-        fingerprint: of what is launched on all lanes of the model; None where nobody compares it.
-    """
-
-    reduce: Communicator
-    agree: Sequence[Communicator]
-    replicate: Communicator | None = None
-    fingerprint: Fingerprint | None = None
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the first of all data ranks."""
-        return all(lane.rank == 0 for lane in self.agree)
 
 
 class ReduceRules(NamedTuple):
@@ -98,10 +78,8 @@ class Reducer:
         self._buffers = list(buffers)
         self._arena = arena
         self._rules = rules
-        layouts = [buffer.layout for buffer in buffers]
-        self._replicator = make_replicator(
-            layouts, arena, lane=lanes.replicate, limit_bytes=rules.replicate_bytes, timeline=timeline
-        )
+        layouts, limit = [buffer.layout for buffer in buffers], rules.replicate_bytes
+        self._replicator = make_replicator(layouts, arena, lane=lanes.replicate, limit_bytes=limit, timeline=timeline)
         self._timeline = timeline
         self._works: list[Work | None] = [None] * len(buffers)
         self._in_flight = GradientsInFlight([buffer.gradient for buffer in buffers], timeline)
@@ -134,8 +112,11 @@ class Reducer:
 
     @property
     def armed(self) -> bool:
-        """Whether the outermost backward under way, or else the next one, concerns this model."""
-        return self._armed
+        """Whether the outermost backward under way, or else the next one, concerns this model.
+
+        Once lanes have failed only one that brings it a gradient does, and hears of it: the others are other models'.
+        """
+        return self._armed and not self.lanes.is_broken
 
     @property
     def rank(self) -> int:
@@ -159,8 +140,9 @@ class Reducer:
 
     def begin_backward(self) -> None:
         """Start of an outermost backward."""
+        self._armed = self.armed
         self._begin_round()
-        if self._rules.keeps_gradient:
+        if self._rules.keeps_gradient and not self.lanes.is_broken:
             # This backward accumulates in place into storage that an earlier reduction may still be reading.
             self._wait_all()
             self._held_back |= self._sent.set_aside(self._buffers, self._arena, unsent=self._unreduced)

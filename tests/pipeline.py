@@ -10,7 +10,8 @@ import paddle
 from hp_sharding.arena import GradientArena
 from hp_sharding.buffer import BufferPlace, FusedCommBuffer
 from hp_sharding.layout import BucketRules, ParamSpec, plan_buckets
-from hp_sharding.reduction import ReduceLanes, Reducer, ReduceRules
+from hp_sharding.reduce_lanes import ReduceLanes
+from hp_sharding.reduction import Reducer, ReduceRules
 from hp_sharding.timeline import Timeline
 from tests.fakes import Event, PoisoningPool, WaitingLane
 

@@ -6,6 +6,7 @@ copying it and adding it up, releases the interpreter lock: communication and co
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -172,7 +173,9 @@ class TcpCommunicator(Communicator):
         data = bytes_of(output, numel * types.result.item_bytes)
         own = bytes_of(input, numel // self.nranks * types.own.item_bytes)
         transfer = self._rounded_gather if types.converts else self._gather
-        return self._submit("all_gather", types, numel, lambda: transfer(data, own, types), label=label, after=after)
+        job = functools.partial(transfer, data, own, types)
+        # From what a rank rounds its own part is its own affair: one without elements may not know that others widened.
+        return self._submit("all_gather", plain(types.wire), numel, job, label=label, after=after)
 
     def reduce_scatter(
         self,

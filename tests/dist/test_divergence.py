@@ -140,8 +140,6 @@ def _go(rank: int, nranks: int, settings: dict[str, Any]) -> dict[str, tuple[str
         except CommError as error:
             text = str(error)
         found[name] = text, time.monotonic() - begin_s
-        # As long as it is there, a model that awaits its backward takes part in any: this one reduces nothing more.
-        optimizer._reducer.sync = False
     return found
 
 

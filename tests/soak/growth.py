@@ -15,17 +15,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import paddle
 from paddle.base import core
 
 from hp_sharding import full_parameters
+from hp_sharding.comm import history
 from hp_sharding.pool import StoragePool
 from tests.lanes import wrap
 from tests.models import loss_of, make_batch, make_model, make_optimizer
 
 CYCLE_STEPS = 8
 WARM_UP_CYCLES = 4
+_KEPT_LAUNCHES = 16
+"""Of each lane: the warm-up is to fill what is kept of them, also where a step launches one."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -82,10 +86,11 @@ class Course(NamedTuple):
 def train_cycles(rank: int, nranks: int, course: Course) -> list[Sample]:
     """Rank function: a sample for each cycle after the warm-up."""
     model = make_model(course.model)
-    model, optimizer, _ = wrap(
-        model, make_optimizer("AdamW", model), nranks,
-        n_replicas=course.n_replicas, delay_s=0.0, poison=False, **course.settings,
-    )  # fmt: skip
+    with mock.patch.object(history, "KEPT", _KEPT_LAUNCHES):
+        model, optimizer, _ = wrap(
+            model, make_optimizer("AdamW", model), nranks,
+            n_replicas=course.n_replicas, delay_s=0.0, poison=False, **course.settings,
+        )  # fmt: skip
     pool = optimizer.buffers[0].place.pool
     kept: list[Any] = []
     samples: list[Sample] = []

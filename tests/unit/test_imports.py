@@ -45,6 +45,7 @@ ORDER = [
     "replication",
     "sent",
     "in_flight",
+    "reduce_lanes",
     "reduction",
     "ownership",
     "schedule",

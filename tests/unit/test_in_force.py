@@ -12,7 +12,8 @@ from tests.mutation.in_force import in_force
 GREEDY = Break("foresight.py", "one unit more", "        use = self._next.get(self._last)\n        while n_units and",
                "        use, n_units = self._next.get(self._last), n_units + 1\n        while n_units and")  # fmt: skip
 DECORATED = Break(
-    "optimizer.py", "a step does nothing", "        if self._end_broken_step():\n            return\n        self.check_usable()\n",
+    "optimizer.py", "a step does nothing",
+    "        if self._end_broken_step():\n            return\n        self.check_usable()\n",
     "        return\n        self.check_usable()\n",
 )  # fmt: skip
 

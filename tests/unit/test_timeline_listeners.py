@@ -189,7 +189,10 @@ def test_a_path_that_names_no_file(path: Any) -> None:
 
 def test_a_path_that_no_file_can_have(tmp_path: Path) -> None:
     timeline = Timeline(enabled=False)
-    with pytest.raises(ConfigError, match="could not write the trace"), timeline.record(path=tmp_path / "no/such/folder.json"):
+    with (
+        pytest.raises(ConfigError, match="could not write the trace"),
+        timeline.record(path=tmp_path / "no/such/folder.json"),
+    ):
         timeline.end_step(1)
 
 
