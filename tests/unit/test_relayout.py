@@ -201,3 +201,47 @@ def test_an_interrupt_before_anything_has_moved_changes_nothing(monkeypatch: pyt
     inner = make_optimizer("AdamW", plain)
     TASKS["mlp"].run(0, plain, inner)
     assert TASKS["mlp"].run(1, rig.model, rig.optimizer) == TASKS["mlp"].run(1, plain, inner)
+
+
+# -- what is let go of -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{"stage": 1}, {"stage": 2, "reshard_after_step": True}, {"stage": 3}], ids=str)
+def test_old_storage_goes_before_new_buckets_take_theirs(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it at once is more than training needs."""
+    rig = _wrapped("bfloat16", settings)
+    rig.optimizer.tuning.is_over = True  # type: ignore[union-attr]
+    _steps(rig, range(2))
+    rig.model(paddle.ones([4, WIDTH])).sum().backward()
+    rig.optimizer.clear_grad()
+    old, arena, updates = rig.optimizer.buffers, rig.optimizer._arena, rig.optimizer._updates
+    fill, seen, trims = relayout._fill_buckets, [], []
+
+    def look(*arguments: Any, **named: Any) -> Any:
+        shards = [buffer.shard.shape[0] for buffer in old if buffer.owns_shard]
+        gradients = [buffer.gradient.full for buffer in old if buffer.gradient.full is not None]
+        seen.append((shards, gradients, dict(updates._parts), [places.slices for places in arena._places.values()]))
+        return fill(*arguments, **named)
+
+    monkeypatch.setattr(relayout, "_fill_buckets", look)
+    monkeypatch.setattr(rig.pool, "trim", lambda: trims.append(None))
+    _move(rig, 25)
+    [(shards, gradients, parts, slices)] = seen
+    assert set(shards) <= {0}
+    assert gradients == []
+    assert parts == {}
+    assert all(not each for each in slices)
+    assert all(buffer.full is None for buffer in old)
+    assert trims
+
+
+def test_what_was_learned_for_other_buckets_is_forgotten() -> None:
+    rig = _wrapped("float32", {"stage": 2})
+    rig.optimizer.tuning.is_over = True  # type: ignore[union-attr]
+    _steps(rig, range(1))
+    schedule = rig.optimizer._schedule
+    schedule.learned_gather_order = [0]
+    schedule.adopt_layout(schedule.buffers, schedule.reducer)
+    assert schedule.learned_gather_order is None
