@@ -163,6 +163,19 @@ def test_a_transfer_that_fails_says_why_and_lets_go_of_the_memory(make: Make) ->
     _wait_for(lambda: bool(seen) and all(ref() is None for ref in seen))
 
 
+def test_a_sum_is_written_to_the_memory_of_its_output_and_not_beyond(make: Make) -> None:
+    lengths: list[tuple[int, int]] = []
+
+    def note(result: Any, data: Any, *_: Any, **__: Any) -> None:
+        lengths.append((len(result), len(data)))
+
+    lanes = [each.communicators["gather"] for each in make()]
+    for comm in lanes:
+        comm._ring.reduce_scatter = note  # type: ignore[method-assign]
+    _on_each(lambda rank: lanes[rank].reduce_scatter(paddle.zeros([5]), paddle.zeros([10])).wait())
+    assert lengths == [(5, 10)] * 2
+
+
 def test_who_sees_a_work_done_finds_nobody_at_its_memory(make: Make) -> None:
     goes_on, seen = threading.Event(), []
     held: list[bool] = []

@@ -22,7 +22,7 @@ from hp_sharding.hooks import _UnitWatch
 from hp_sharding.residency import Call, UnitGathers, _Open
 from hp_sharding.running import RunningState
 from tests.fakes import Rig, WaitingLane, wrap
-from tests.tasks import SMALL_MB
+from tests.tasks import BOTH, SMALL_MB
 
 WIDTH = 8
 
@@ -68,6 +68,15 @@ def test_no_full_gradient_stays(end: Act) -> None:
     assert in_flight._flights
     end(rig)
     assert not in_flight._flights
+    assert in_flight._live_bytes == 0
+
+
+def test_what_an_interrupt_has_left_uncounted_counts_no_more() -> None:
+    rig = _rig(stage=2)
+    _backward(rig)
+    in_flight = rig.optimizer._reducer._in_flight
+    in_flight._live_bytes += 64
+    rig.optimizer.clear_grad()
     assert in_flight._live_bytes == 0
 
 
@@ -260,10 +269,15 @@ def test_a_master_is_written_only_where_its_parameter_is_there() -> None:
 
 
 def test_a_state_that_is_none_is_refused_before_gathers_are_waited_for() -> None:
-    rig = _rig(stage=2)
+    rig = _rig(stage=2, **BOTH)
+    _backward(rig)
+    rig.optimizer.step()
+    n_pending = rig.gather.n_pending
+    assert n_pending > 0
     wrong: Any = {"0.weight": 1}
     with pytest.raises(ConfigError, match="model_sharded_state_dict: expected a dict of names and ShardedWeights"):
         rig.optimizer.sharded_state_dict(wrong)
+    assert rig.gather.n_pending == n_pending
 
 
 # ---- units, stage 3 ----

@@ -245,3 +245,27 @@ def test_what_was_learned_for_other_buckets_is_forgotten() -> None:
     schedule.learned_gather_order = [0]
     schedule.adopt_layout(schedule.buffers, schedule.reducer)
     assert schedule.learned_gather_order is None
+
+
+def test_ranks_that_keep_other_moments_of_a_parameter_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = _wrapped("float32", {"stage": 2})
+    rig.optimizer.tuning.is_over = True  # type: ignore[union-attr]
+    _steps(rig, range(1))
+    real = relayout._gather
+
+    def differ(lane: Any, shard: paddle.Tensor, *, label: str) -> paddle.Tensor:
+        whole = real(lane, shard, label=label)
+        return paddle.concat([whole, whole + 1.0]) if label == "moments" else whole
+
+    class Two:
+        nranks = 2
+
+    lanes = relayout.control_lanes
+    monkeypatch.setattr(relayout, "_gather", lambda lane, *a, **k: differ(lanes(_foundation(rig).lanes)[-1], *a, **k))
+    monkeypatch.setattr(relayout, "control_lanes", lambda _: [Two()])
+    with pytest.raises(StateError, match="AdamW keeps other things of its parameters on other ranks"):
+        relayout._agree_on_moments(rig.optimizer, _foundation(rig), "")
+
+
+def _foundation(rig: Rig) -> Any:
+    return rig.optimizer.tuning._foundation  # type: ignore[union-attr]
