@@ -82,11 +82,11 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     group.close_all()
 
 
-def _on_both(groups: list[TcpGroup], lane: str, all_reduce: Callable[..., None]) -> list[TcpCommunicator]:
+def _on_both(groups: list[TcpGroup], lane: str, all_reduce: Callable[..., object]) -> list[TcpCommunicator]:
     """A lane of each rank, whose sums are this instead."""
     lanes = [each.communicators[lane] for each in groups]
     for comm in lanes:
-        comm._ring.all_reduce = all_reduce  # type: ignore[method-assign]
+        comm._ring.all_reduce = all_reduce  # type: ignore[method-assign, assignment]
     return lanes
 
 
@@ -121,7 +121,8 @@ def test_whoever_waits_goes_on_when_it_is_over(make: Make) -> None:
 def test_a_work_is_not_entered_before_the_one_that_it_follows_is_over(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    groups, goes_on, firsts = make(), threading.Event(), []
+    groups, goes_on = make(), threading.Event()
+    firsts: list[Work] = []
     entered: list[bool] = []
     enter = Agreement.enter
 
@@ -171,7 +172,7 @@ def test_a_sum_is_written_to_the_memory_of_its_output_and_not_beyond(make: Make)
 
     lanes = [each.communicators["gather"] for each in make()]
     for comm in lanes:
-        comm._ring.reduce_scatter = note  # type: ignore[method-assign]
+        comm._ring.reduce_scatter = note  # type: ignore[method-assign, assignment]
     _on_each(lambda rank: lanes[rank].reduce_scatter(paddle.zeros([5]), paddle.zeros([10])).wait())
     assert lengths == [(5, 10)] * 2
 
@@ -291,7 +292,13 @@ def test_joining_waits_for_a_watcher_that_has_closed_the_lanes_itself(
 def test_the_end_of_the_process_is_asked_for_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(atexit, "register", asked.append)
-    monkeypatch.setattr(atexit, "unregister", lambda function: function in asked and asked.remove(function))
+    monkeypatch.setattr(
+        atexit, "unregister", lambda function: asked.__setitem__(slice(None), _without(asked, function))
+    )
     for _ in range(2):
         make(["gather"])
     assert asked == [group.close_all]
+
+
+def _without(asked: list[Any], function: Any) -> list[Any]:
+    return [each for each in asked if each is not function]

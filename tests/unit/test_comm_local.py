@@ -14,14 +14,14 @@ def test_a_work_that_is_done_keeps_nothing_that_it_has_followed() -> None:
     comm, gate = LocalCommunicator("one", (0,)), Gate()
     first = comm.all_reduce(paddle.ones([3]), after=gate)
     second = comm.all_reduce(paddle.ones([3]))
-    seen = [weakref.ref(gate), weakref.ref(first)]
+    seen_gate, seen_first = weakref.ref(gate), weakref.ref(first)
     gate.open()
     second.wait()
     del gate
     assert first.done()
-    assert seen[0]() is None
+    assert seen_gate() is None
     del first
-    assert seen[1]() is None
+    assert seen_first() is None
 
 
 def test_a_lane_keeps_no_work_once_what_was_ahead_is_done() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import threading
@@ -119,7 +120,7 @@ def test_a_process_whose_main_thread_goes_on_is_not_ended(monkeypatch: pytest.Mo
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     monkeypatch.setattr(sys, "stderr", StringIO())
-    monkeypatch.setattr(watch.faulthandler, "dump_traceback", lambda **_: None)
+    monkeypatch.setattr(faulthandler, "dump_traceback", lambda **_: None)
     watcher = _watcher(timeout_s=0.05)
     watcher.add(_Work())
     _wait_for(lambda: watcher.failure is not None)

@@ -15,6 +15,7 @@ from paddle.utils import unique_name
 
 import hp_sharding
 from hp_sharding import StateError, full_parameters, relayout
+from hp_sharding.assembly import control_lanes
 from hp_sharding.moments import make_moments, moments_of
 from tests.fakes import Rig, wrap
 from tests.models import make_optimizer
@@ -217,7 +218,9 @@ def test_old_storage_goes_before_new_buckets_take_theirs(
     rig.model(paddle.ones([4, WIDTH])).sum().backward()
     rig.optimizer.clear_grad()
     old, arena, updates = rig.optimizer.buffers, rig.optimizer._arena, rig.optimizer._updates
-    fill, seen, trims = relayout._fill_buckets, [], []
+    fill = relayout._fill_buckets
+    seen: list[Any] = []
+    trims: list[None] = []
 
     def look(*arguments: Any, **named: Any) -> Any:
         shards = [buffer.shard.shape[0] for buffer in old if buffer.owns_shard]
@@ -260,8 +263,9 @@ def test_ranks_that_keep_other_moments_of_a_parameter_are_told(monkeypatch: pyte
     class Two:
         nranks = 2
 
-    lanes = relayout.control_lanes
-    monkeypatch.setattr(relayout, "_gather", lambda lane, *a, **k: differ(lanes(_foundation(rig).lanes)[-1], *a, **k))
+    monkeypatch.setattr(
+        relayout, "_gather", lambda lane, *a, **k: differ(control_lanes(_foundation(rig).lanes)[-1], *a, **k)
+    )
     monkeypatch.setattr(relayout, "control_lanes", lambda _: [Two()])
     with pytest.raises(StateError, match="AdamW keeps other things of its parameters on other ranks"):
         relayout._agree_on_moments(rig.optimizer, _foundation(rig), "")

@@ -251,15 +251,20 @@ def test_a_parameter_on_another_device_is_named(monkeypatch: pytest.MonkeyPatch)
 
     model = nn.Linear(4, 4)
     monkeypatch.setattr(sharding, "current_device", Elsewhere)
-    with pytest.raises(ConfigError, match=r"parameter 'weight' lies on Place\(cpu\), but this process computes on gpu:0"):
+    with pytest.raises(ConfigError, match=r"'weight' lies on Place\(cpu\), but this process computes on gpu:0"):
         check_wrap(model, _sgd(model))
 
 
 @pytest.mark.parametrize("check", ["check_dtypes", "check_state_exists"])
 def test_what_one_rank_can_see_is_refused_before_ranks_connect(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    connected: list[None] = []
+    connected: list[int] = []
+
+    def connect(*_: Any, timeout_s: float) -> None:
+        connected.append(1)
+        raise ConfigError("too late")
+
     monkeypatch.setattr(sharding, "_grid", lambda *_: Grid([0, 1], [0]))
-    monkeypatch.setattr(sharding, "connect", lambda *_, **__: connected.append(None) or _refuses())
+    monkeypatch.setattr(sharding, "connect", connect)
     monkeypatch.setattr(sharding, check, _refuses)
     model = nn.Linear(4, 4)
     with pytest.raises(ConfigError, match="found here"):
@@ -268,7 +273,8 @@ def test_what_one_rank_can_see_is_refused_before_ranks_connect(check: str, monke
 
 
 def test_what_ranks_have_otherwise_is_refused_before_the_model_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, sent = nn.Linear(4, 4), []
+    model = nn.Linear(4, 4)
+    sent: list[None] = []
     about: Any = None
     monkeypatch.setattr(sharding, "connect", lambda *_, **__: {})
     monkeypatch.setattr(sharding, "check_alike", _refuses)

@@ -106,7 +106,12 @@ def test_what_the_user_sets_later_for_all_of_a_bucket_holds_too() -> None:
     rank.put(make_gradients(rank.model, 1))
     rank.apply()
     after = together([rank])
-    assert [np.array_equal(before[name], after[name]) for name in ("p0", "p1", "p2", "p3")] == [True, True, False, False]
+    assert [np.array_equal(before[name], after[name]) for name in ("p0", "p1", "p2", "p3")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_parameters_that_the_optimizer_lacks_stay() -> None:
