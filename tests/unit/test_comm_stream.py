@@ -78,7 +78,9 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_group, "exchange", lambda mine, **_: {0: {"first_id": 7}})
     monkeypatch.setattr(stream_group, "_first_collectives", lambda comm: {"all_reduce": float(comm.nranks)})
     monkeypatch.setattr(paddle.distributed.collective, "_new_process_group_impl", lambda *_, **__: object())
-    monkeypatch.setattr(stream_group, "_groups", [])
+    # Of what has failed here, the end of this process shall know nothing.
+    for kept in ("_groups", "_abandoned"):
+        monkeypatch.setattr(stream_group, kept, [])
 
 
 def _group(nranks: int = 2) -> StreamGroup:
@@ -187,6 +189,18 @@ def test_a_work_that_is_done_lets_go_of_the_event_that_its_lane_has_waited_for()
     assert seen() is not None
     assert work.see()
     assert seen() is None
+    group.close()
+
+
+def test_a_timed_wait_makes_the_stream_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[Any] = []
+    group = _group()
+    work = _work(group)
+    monkeypatch.setattr(_Stream, "wait_event", lambda self, event: waited.append(event))
+    stalls: list[Any] = []
+    work.timed_wait(stalls)
+    assert waited == [work._ended]
+    assert [stall.label for stall in stalls] == ["blocks.3"]
     group.close()
 
 

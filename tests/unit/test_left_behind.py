@@ -148,6 +148,62 @@ def test_statistics_that_a_broken_step_has_sent_are_dropped_with_the_gradients()
     assert not running._under_way
 
 
+def test_a_step_ends_with_the_first_ranks_statistics_in_place() -> None:
+    rig, norm = _rig(stage=2), nn.BatchNorm1D(4)
+    running = rig.optimizer._reducer.running = _running(norm)
+    _backward(rig)
+    rig.optimizer.step()
+    [lane] = running._lanes
+    assert isinstance(lane, WaitingLane)
+    assert lane.labels("broadcast")
+    assert not running._under_way
+
+
+# ---- gathers ----
+
+
+@pytest.mark.parametrize("settings", [{"stage": 2}, {"stage": 3}], ids=str)
+def test_a_step_inside_full_parameters_ends_with_all_of_them_there(settings: dict[str, Any]) -> None:
+    rig = _rig(**settings, **BOTH)
+    _backward(rig)
+    with full_parameters(rig.model):
+        rig.optimizer.step()
+        assert _statuses(rig) == {Status.READY}
+
+
+class _Skips(nn.Layer):
+    """Does not use its last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return self.first(x)
+
+
+def test_a_step_frees_what_was_gathered_and_not_used() -> None:
+    with unique_name.guard():
+        model = _Skips()
+        inner = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+        settings: dict[str, Any] = {"comm_buffer_size_MB": SMALL_MB, "reshard_after_step": True, **BOTH}
+        rig = wrap(model, inner, stage=2, **settings)
+    for _ in range(3):
+        _backward(rig)
+        rig.optimizer.step()
+        assert _statuses(rig) == {Status.SHARDED}
+
+
+def test_nothing_is_loaded_into_shards_that_are_gathered() -> None:
+    rig = _rig(stage=2, **BOTH)
+    state = rig.optimizer.state_dict()
+    _backward(rig)
+    rig.optimizer.step()
+    assert rig.gather.n_pending > 0
+    rig.optimizer.set_state_dict(state)
+    assert rig.gather.n_pending == 0
+
+
 # ---- forwards ----
 
 
