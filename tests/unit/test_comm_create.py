@@ -71,6 +71,16 @@ def test_free_port_is_free_and_not_one_the_kernel_gives_away() -> None:
     assert port < 32768
 
 
+def test_where_no_port_is_free_an_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Taken(socket.socket):
+        def bind(self, address: Any) -> None:
+            raise OSError("in use")
+
+    monkeypatch.setattr(socket, "socket", Taken)
+    with pytest.raises(CommError, match="no free TCP port found between 15000 and 32000"):
+        rendezvous.free_port()
+
+
 class _Store:
     """A store whose keeper does not answer, or is gone."""
 
@@ -138,6 +148,13 @@ def test_marks_of_many_ranks_take_one_question_for_each_32() -> None:
     store.n_asked = 0
     assert rendezvous._unmarked(store, "here", ranks) == [100, 131, 132, 229]
     assert store.n_asked == 5
+
+
+def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paddle.distributed.collective, "_default_store", _Table())
+    with pytest.raises(CommError, match=r"rank 0 waited 0.2 s for ranks \[2, 5\] to create") as caught:
+        rendezvous.exchange({}, ranks=(0, 2, 5), me=0, timeout_s=0.2)
+    assert caught.value.peer == 2
 
 
 def test_a_rank_that_comes_late_is_waited_for_without_asking_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,6 +312,37 @@ def test_who_does_not_listen_at_once_is_waited_for() -> None:
         members.watch(ears[rank], lambda: None)
     thread.join(20)
     _wait_for(lambda: all(len(ears[rank].heard) == 200 for rank in (5, 8)))
+    for members in everyone.values():
+        members.close()
+
+
+def test_a_line_that_takes_nothing_more_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever tells something must come back: it is the one that sees that time is up."""
+    monkeypatch.setattr("hp_sharding.comm.peers._FULL_S", 0.1)
+    everyone, ears = _connected()
+    everyone[3].watch(ears[3], lambda: None)
+
+    def tell() -> None:
+        for _ in range(300):
+            everyone[3].tell(["token", 3, "x" * 100_000])
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive(), "it waits for who does not listen"
+    _wait_for(lambda: sorted(ears[3].gone) == [5, 8])
+    for members in everyone.values():
+        members.close()
+
+
+def test_a_forked_child_has_none_of_the_lines() -> None:
+    everyone, _ = _connected()
+    lines = [line.connection for peers in everyone.values() for line in peers._lines.values()]
+    child = os.fork()
+    if child == 0:
+        os._exit(sum(not line.closed for line in lines))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not any(line.closed for line in lines), "of the parent"
     for members in everyone.values():
         members.close()
 

@@ -360,6 +360,13 @@ def test_all_that_was_sent_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     assert {id(transfer) for transfer in sent} <= waited
 
 
+@pytest.mark.parametrize(("numel", "multiple", "npieces"), [(0, 1, 0), (1, 1, 1), (10, 1, 1), (11, 1, 2), (95, 2, 10)])
+def test_there_are_no_more_pieces_than_needed(numel: int, multiple: int, npieces: int) -> None:
+    found = ring._pieces(Span(3, 3 + numel), 10, multiple)
+    assert len(found) == npieces
+    assert sum(piece.numel for piece in found) == numel
+
+
 def test_what_is_small_is_cut_too_so_that_parts_overlap() -> None:
     piece_bytes = ring._MIN_PIECE_BYTES
     data = np.zeros(2 * 2 * piece_bytes // 4, np.float32)
