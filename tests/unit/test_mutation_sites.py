@@ -20,7 +20,7 @@ from tests.mutation.sites import PACKAGE, Place, Site, all_places, modules, plac
 from tests.mutation.trying import choose_places, farm, find_among, try_listed
 
 N_ROTATING = 10
-MOST_OPEN = 235
+MOST_OPEN = 1
 """Sites that no test is known to miss. This may become less; a new one wants a test, or a reason."""
 SOURCE = '''
 class Box:
