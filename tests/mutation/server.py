@@ -133,7 +133,7 @@ class Loop:
         return shown
 
     def _run_tests(self, job: dict[str, Any]) -> int:
-        items = [item for name in job["tests"] for item in self._named(name)]
+        items = list(dict.fromkeys(item for name in job["tests"] for item in self._named(name)))  # none runs twice
         if not items:
             return NO_SUCH_TEST
         plugins: list[Any] = [_Culprits(Path(job["culprits"]))]
