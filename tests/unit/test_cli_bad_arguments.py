@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -157,3 +158,26 @@ def test_files_that_hold_something_else(content: bytes, here: Path) -> None:
 def test_every_command_is_tried() -> None:
     assert {path[-1] for path in LEAVES} == set(GIVEN)
     assert set(checkpoint.commands) <= set(GIVEN)
+
+
+@pytest.mark.parametrize("name", ["no_such_module", "no_such.module", "alone.module", "", ".x", "a..b", "bare"])
+def test_a_module_that_cannot_be_run_is_named(name: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", ["", *sys.path[1:]])
+    monkeypatch.setattr("sys.argv", sys.argv)
+    (here / "alone.py").touch()
+    (here / "bare").mkdir()
+    (here / "bare" / "__init__.py").touch()
+    found = _invoke("run", "-m", name)
+    assert found.exit_code == 2
+    assert f"{name} is a package without __main__.py" in found.output or f"no module {name} in" in found.output
+
+
+def test_what_a_module_itself_lacks_keeps_its_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", ["", *sys.path[1:]])
+    monkeypatch.setattr("sys.argv", sys.argv)
+    (here / "lacks").mkdir()
+    (here / "lacks" / "__init__.py").write_text("import no_such_module_of_theirs")
+    for name in ("lacks", "lacks.below"):
+        found = click.testing.CliRunner().invoke(main, ["run", "-m", name])
+        assert isinstance(found.exception, ModuleNotFoundError)
+        assert found.exception.name == "no_such_module_of_theirs"

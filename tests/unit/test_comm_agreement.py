@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -71,13 +72,20 @@ def test_a_token_wakes_whoever_waits() -> None:
     for rank in (4, 5):
         members[rank].announce(0)
     _deliver(members)
-    thread = threading.Thread(target=members[4].enter, args=(0, 20.0))
+    entered: list[int] = []
+
+    def enter() -> None:
+        members[4].enter(0, 20.0)
+        entered.append(0)
+
+    thread = threading.Thread(target=enter)
     thread.start()
+    time.sleep(0.1)
     members[6].announce(0)
     begin_s = time.monotonic()
     _deliver(members)
     thread.join(10)
-    assert not thread.is_alive()
+    assert entered == [0]
     assert time.monotonic() - begin_s < 5
 
 
@@ -155,6 +163,44 @@ def test_leaving_an_idle_lane_is_quiet_at_once() -> None:
         assert member.agreement.await_quiet("gather", answer_s=0.01, flight_s=0.01)
     members[4].agreement.lost(6)
     assert members[4].agreement.broken is None, "whoever is quiet may go"
+
+
+def _quiet_after(members: dict[int, Member], *, answer_s: float, flight_s: float, then: Callable[[], None]) -> bool:
+    """What rank 4 hears where ``then`` happens while it waits."""
+    found: list[bool] = []
+
+    def wait() -> None:
+        found.append(members[4].agreement.await_quiet("gather", answer_s=answer_s, flight_s=flight_s))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive(), "it has not waited"
+    then()
+    thread.join(10)
+    return found == [True]
+
+
+def test_the_answers_of_others_are_waited_for() -> None:
+    members = _members()
+    members[4].agreement.leave(["gather"], Cause("rank 4 ends", 4))
+    assert _quiet_after(members, answer_s=20, flight_s=0, then=lambda: _deliver(members))
+
+
+def test_what_is_in_flight_here_may_take_longer_than_an_answer() -> None:
+    members = _members()
+    _enter_everywhere(members, 0)
+    members[4].agreement.leave(["gather"], Cause("rank 4 ends", 4))
+
+    def finish() -> None:
+        members[5].agreement.finish("gather", 0)
+        members[6].agreement.finish("gather", 0)
+        _deliver(members)
+        assert not members[4].agreement.await_quiet("gather", answer_s=0, flight_s=0)
+        members[4].agreement.finish("gather", 0)
+        _deliver(members)
+
+    assert _quiet_after(members, answer_s=0, flight_s=20, then=finish)
 
 
 def test_all_lanes_are_left_at_the_same_moment() -> None:

@@ -170,3 +170,20 @@ def test_a_history_of_its_own() -> None:
     history = History(["gather"])
     history.lanes["gather"].append(Launch(0, "all_reduce", "x", 4, 1.0))
     assert history.recent("gather", 1) == [Launch(0, "all_reduce", "x", 4, 1.0)]
+
+
+class _Ended(LocalCommunicator):
+    """Remembers that it was closed."""
+
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("end", ["close", "break_off"])
+def test_the_end_is_passed_on(end: str) -> None:
+    lane = _Ended("gather", (0,))
+    watched = Fingerprint({"gather": lane}, own=()).lanes["gather"]
+    watched.close() if end == "close" else watched.break_off("no memory is left")
+    assert lane.is_closed

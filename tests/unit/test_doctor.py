@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import time
 from pathlib import Path
 from typing import Any
@@ -404,3 +405,9 @@ def test_what_is_handed_in_comes_out(tmp_path: Path) -> None:
     handed = _report(parity=_right())
     report.hand_in(tmp_path, handed)
     assert report.collect(tmp_path) == handed
+
+
+def test_what_is_no_report_is_not_taken_for_one(tmp_path: Path) -> None:
+    replace(tmp_path / "report", pickle.dumps({"passed": True}))
+    with pytest.raises(AssertionError):
+        report.collect(tmp_path)

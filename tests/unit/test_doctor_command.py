@@ -196,3 +196,40 @@ def test_ended_from_outside_it_takes_its_ranks_away(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
     assert list(tmp_path.iterdir()) == [pid], "the folder of the run is gone too"
+
+
+def test_a_launcher_that_has_done_its_work_ends_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    complete, ended = Report.begun()._replace(complete=True), tmp_path / "ended"
+    monkeypatch.setenv("COMPLETE", pickle.dumps(complete).hex())
+    script = _HAND_IN + (
+        "(folder / 'report').write_bytes(bytes.fromhex(os.environ['COMPLETE']))\n"
+        f"time.sleep(1); pathlib.Path({str(ended)!r}).touch()"
+    )
+    assert _start(monkeypatch, script) == complete
+    assert ended.exists()
+
+
+_GOODBYE = r"""
+import pathlib, signal, sys, time
+def end(*_):
+    time.sleep(float(sys.argv[2]))
+    pathlib.Path(sys.argv[1], "goodbye").touch()
+    sys.exit(3)
+signal.signal(signal.SIGTERM, end)
+print(flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize(("takes_s", "code"), [(0.3, 3), (300, -signal.SIGKILL)])
+def test_a_launcher_has_time_to_end_and_not_for_ever(
+    takes_s: float, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(starting, "_GOODBYE_S", 5.0 if code == 3 else 0.1)
+    command = [sys.executable, "-c", _GOODBYE, str(tmp_path), str(takes_s)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        starting._end(process, tmp_path)
+        assert process.returncode == code
+    assert (tmp_path / "goodbye").exists() == (code == 3)

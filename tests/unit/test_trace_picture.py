@@ -18,8 +18,10 @@ from matplotlib.text import Text
 
 from hp_sharding.errors import ConfigError
 from hp_sharding.trace import picture
+from hp_sharding.trace import scene as scene_of
 from hp_sharding.trace.colours import EXPOSED, MOST_GROUPS, OUTER, Colours, is_light, short_names
 from hp_sharding.trace.headline import headline
+from hp_sharding.trace.scene import lay_out
 from hp_sharding.trace.spans import Span, Step, Trace
 from tests.harness import REPO_ROOT
 from tests.traces import Run, make
@@ -255,3 +257,137 @@ def test_a_picture_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch:
     with pytest.raises(ConfigError, match=r"cannot be written to .*: No space left on device"):
         picture.draw(make(Run(n_layers=1, n_steps=1)), path)
     assert [(found.name, found.read_bytes()) for found in tmp_path.iterdir()] == [("trace.png", b"before")]
+
+
+# -- where everything is -----------------------------------------------------------------------------------------------
+
+
+def _written(figure: Figure, text: str) -> list[tuple[float, float]]:
+    (axes,) = figure.axes
+    return [each.get_position() for each in axes.texts if each.get_text() == text]
+
+
+def test_names_stand_in_the_middle_of_what_they_name() -> None:
+    trace = make(Run(n_layers=4, n_ranks=1, n_steps=2, gather_ms=14))
+    figure, scene = picture.painted(trace), lay_out(trace)
+    (panel,) = scene.panels
+    for step in trace.steps:
+        texts = [each for each in figure.axes[0].texts if each.get_text().startswith(f"step {step.number}")]
+        assert [each.get_position()[0] for each in texts] == [pytest.approx((step.start_s + step.end_s) / 2)]
+    assert _written(figure, "forward") != []
+    for label, start_s, end_s in picture.phases([span for span in trace.spans if span.lane == "compute"]):
+        written = [x for x, _ in _written(figure, label)]  # none where it has no room
+        assert not written or (start_s + end_s) / 2 in [pytest.approx(x) for x in written]
+    found = [place for name in short_names("blocks.2") for place in _written(figure, name)]
+    middles = [(span.start_s + span.end_s) / 2 for span in trace.spans if span.layer == "blocks.2"]
+    assert all(x in [pytest.approx(middle) for middle in middles] for x, _ in found)
+    assert panel.lanes["compute"] + scene.lane / 2 in [pytest.approx(y) for _, y in found]
+
+
+def test_waits_are_named_below_their_middle() -> None:
+    trace = make(Run(n_layers=4, n_ranks=1, n_steps=2, gather_ms=14))
+    figure = picture.painted(trace)
+    texts = [each for each in figure.axes[0].texts if each.get_text().startswith("blocks") and ":" in each.get_text()]
+    waits = [span for span in trace.spans if span.lane == "wait"]
+    middles = [pytest.approx((span.start_s + span.end_s) / 2) for span in waits]
+    assert len(texts) > len(waits) / 2
+    # At either end it is moved, so that it lies inside.
+    assert sum(each.get_position()[0] in middles for each in texts) >= len(texts) - 2
+
+
+def test_lanes_are_named_at_their_middle_and_the_frame_is_what_the_margins_leave() -> None:
+    trace = make(Run(n_layers=4, n_ranks=2, n_steps=1))
+    figure, scene = picture.painted(trace), lay_out(trace)
+    middles = [top + scene.lane / 2 for panel in scene.panels for top in panel.lanes.values()]
+    assert list(figure.axes[0].get_yticks()) == pytest.approx(middles)
+    assert list(figure.get_size_inches()) == pytest.approx([scene.width, scene.height])
+    left, bottom, across, down = scene.frame
+    inches = scene.width - scene_of._LEFT - scene_of._RIGHT
+    assert (left * scene.width, bottom * scene.height) == pytest.approx((scene_of._LEFT, scene_of._BOTTOM))
+    assert (across * scene.width, down * scene.height) == pytest.approx((inches, scene.depth))
+    assert scene.inches_per_s * (scene.end_s - scene.start_s) == pytest.approx(inches)
+    assert figure.axes[0].get_position().bounds == pytest.approx(scene.frame)
+
+
+def test_a_usual_layer_has_room_for_its_name() -> None:
+    trace = make(Run(n_layers=56, n_ranks=1, n_steps=1))
+    scene = lay_out(trace)
+    assert scene_of._LEAST_WIDTH < scene.width < scene_of._MOST_WIDTH
+    passes = [span for span in trace.spans if span.lane == "compute" and span.label == "forward" and span.layer]
+    lengths = sorted(span.end_s - span.start_s for span in passes)
+    assert lengths[0] * scene.inches_per_s == pytest.approx(scene_of._BOX, rel=0.2)
+
+
+def test_a_phase_is_drawn_with_a_gap_to_the_next() -> None:
+    spans = [
+        Span(0, "compute", "forward", 0.0, 0.5, 0, "a"),
+        Span(0, "compute", "backward", 0.5, 0.999, 0, "a"),
+        Span(0, "compute", "update", 0.999, 1.0, 0, "a"),
+    ]
+    trace = Trace(spans, [Step(0, 0, 0.0, 1.0, {})], {"model": "Net"})
+    figure, scene = picture.painted(trace), lay_out(trace)
+    lines = [np.asarray(line.get_xdata()) for line in figure.axes[0].lines if line.get_linewidth() == 1.5]
+    expected = []
+    for _, start_s, end_s in picture.phases(spans):
+        gap_s = min(0.02 / scene.inches_per_s, (end_s - start_s) / 4)
+        expected.append((start_s + gap_s, end_s - gap_s))
+    assert len(expected) == 3
+    assert [tuple(line) for line in lines] == [pytest.approx(place) for place in expected]
+    assert expected[2][1] - expected[2][0] == pytest.approx(0.0005)
+
+
+def test_the_title_is_above_and_long_boxes_have_edges() -> None:
+    trace = make(Run(n_layers=4, n_ranks=1, n_steps=1))
+    figure, scene = picture.painted(trace), lay_out(trace)
+    title, line = figure.texts[:2]
+    assert (1 - title.get_position()[1]) * scene.height == pytest.approx(0.12)
+    assert (title.get_position()[1] - line.get_position()[1]) * scene.height == pytest.approx(0.27)
+    widths = {
+        float(width) for each in figure.axes[0].findobj(PolyCollection) for width in np.atleast_1d(each.get_linewidth())
+    }
+    assert 0.3 in widths
+
+
+def test_names_that_do_not_fit_in_their_boxes_stand_at_the_middle_of_the_lane() -> None:
+    trace = make(Run(n_layers=64, n_ranks=2, n_steps=1))
+    figure, scene = picture.painted(trace), lay_out(trace)
+    found = {round(text.get_position()[1], 6) for text in figure.axes[0].texts if text.get_path_effects()}
+    lanes = [panel.lanes[lane] + scene.lane / 2 for panel in scene.panels for lane in ("gather", "reduce")]
+    assert found
+    assert found <= {round(y, 6) for y in lanes}
+
+
+def test_what_stands_beside_the_axes_is_no_wider_than_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(picture, "headline", lambda *_: ["a long account of a run"] * 20)
+    trace = make(Run(n_layers=64, n_ranks=1, n_steps=1))
+    figure = picture.painted(trace)
+    width, _ = figure.canvas.get_width_height()
+    (line,) = [box for text, box in _texts(figure) if text.startswith("a long account")]
+    assert 0.5 * width < line.x1 < width
+    (legend,) = figure.legends
+    assert vars(legend)["_ncols"] == lay_out(trace).width // 2.4
+    box = legend.get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= width
+
+
+def test_spans_side_by_side_share_the_height_of_the_lane() -> None:
+    spans = [
+        Span(0, "compute", "forward", 0.0, 1.0, 0, "a"),
+        Span(0, "gather", "g", 0.0, 0.6, 0, "a"),
+        Span(0, "gather", "g", 0.4, 1.0, 0, "a"),
+    ]
+    trace = Trace(spans, [Step(0, 0, 0.0, 1.0, {})], {"model": "Net"})
+    figure, scene = picture.painted(trace), lay_out(trace)
+    top = scene.panels[0].lanes["gather"]
+    boxes = [box[2:] for box in _boxes(figure, Colours(trace).of("a")) if box[2] >= top]
+    assert boxes == [
+        pytest.approx((top, top + scene.lane / 2)),
+        pytest.approx((top + scene.lane / 2, top + scene.lane)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("colour", "light"), [("#ffffff", True), ("#dddddd", True), ("#202020", False), ("#000000", False)]
+)
+def test_what_black_is_legible_on(colour: str, light: bool) -> None:
+    assert is_light(colour) is light
