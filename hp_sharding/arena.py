@@ -170,10 +170,10 @@ class GradientArena:
 
     def take_total(self, index: int) -> None:
         """The bucket's partial sum has been added up over the replicas; joins it with what was total before."""
-        if self._partial[index] is Place.SPARE:
+        place, self._partial[index] = self._partial[index], None
+        if place is Place.SPARE:
             self._undo_average(index)
             add_into(self.slice(index), self._slice(Place.SPARE, index))
-        self._partial[index] = None
         self._holds[index] = True
 
     def average(self, indices: Sequence[int]) -> None:
@@ -181,11 +181,9 @@ class GradientArena:
         for index in indices:
             if not self._holds[index] or self._averaged[index]:
                 continue
-            shard, factor = self.slice(index), 1.0 / self._divisor
-            # Side by side, since a step that is interrupted goes on later, and would divide it never or twice.
             self._averaged[index] = True
             if self._divisor != 1:
-                shard.scale_(factor)
+                self.slice(index).scale_(1.0 / self._divisor)
 
     def zero_unsummed(self) -> None:
         """Zeros for the buckets that hold no sum: a norm over everything reads them, and a step without a backward."""

@@ -10,11 +10,10 @@ from paddle.base.framework import EagerParamBase
 
 from .arena import GradientArena
 from .buffer import FusedCommBuffer
-from .comm import Communicator, Fingerprint
+from .comm import Communicator
 from .config import ShardingConfig
 from .layout import BucketLayout, BucketRules, ParamSpec, plan_buckets
-from .reduce_lanes import ReduceLanes
-from .reduction import Reducer, ReduceRules
+from .reduction import ReduceLanes, Reducer, ReduceRules
 from .timeline import Timeline
 from .updates import InnerUpdates
 
@@ -50,7 +49,6 @@ class Foundation(NamedTuple):
         lanes: see ``sharding.build``.
         timeline: records what the parts do.
         lay_out: makes the buckets.
-        fingerprint: of what is launched on the lanes; None where nobody compares it.
     """
 
     inner: paddle.optimizer.Optimizer
@@ -59,7 +57,6 @@ class Foundation(NamedTuple):
     lanes: Mapping[str, Communicator]
     timeline: Timeline
     lay_out: LayOut = plan_buckets
-    fingerprint: Fingerprint | None = None
 
     @property
     def n_replicas(self) -> int:
@@ -80,10 +77,6 @@ class Foundation(NamedTuple):
     def names(self, layouts: Sequence[BucketLayout]) -> dict[str, int]:
         """Structured name of each parameter -> its bucket's number."""
         return {self.members[slot.param].spec.name: layout.number for layout in layouts for slot in layout.slots}
-
-    def param_names(self) -> dict[int, str]:
-        """``id`` of each parameter -> its structured name. The parameters live at least as long as the model."""
-        return {id(member.param): member.spec.name for member in self.members}
 
 
 class Parts(NamedTuple):
@@ -110,9 +103,7 @@ def assemble(foundation: Foundation, config: ShardingConfig, buffers: Sequence[F
     reducer = Reducer(
         buffers,
         arena,
-        lanes=ReduceLanes(
-            lanes["reduce"], control_lanes(lanes), lanes.get("replicate"), fingerprint=foundation.fingerprint
-        ),
+        lanes=ReduceLanes(lanes["reduce"], control_lanes(lanes), lanes.get("replicate")),
         rules=ReduceRules(config.reduce_overlap, config.stage == 1, tied, config.replicate_buffer_bytes),
         timeline=timeline,
     )

@@ -11,19 +11,15 @@ wrapper raises it as itself.
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from paddle.autograd.py_layer import PyLayerContext
 from paddle.base import core, framework
-
-from .errors import CommError, StateError
 
 
 class BackwardListener(Protocol):
@@ -71,13 +67,7 @@ def attach(listener: BackwardListener) -> None:
     # First of all it is on the list: the garbage collector may run at any moment, find that an earlier listener was
     # the last, and take the wrapper away.
     key = id(listener)
-
-    def forget(_: Any, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        # A model that the traceback of the last error keeps may outlive what this module needs.
-        if not is_ending():
-            _detach(key)
-
-    _listeners[key] = weakref.ref(listener, forget)
+    _listeners[key] = weakref.ref(listener, lambda _: _detach(key))
     # Where somebody has put Paddle's own back, over our head, it is wrapped again.
     if _original is None or core.eager.run_backward is _original:
         _original = core.eager.run_backward
@@ -95,8 +85,7 @@ def detach(listener: BackwardListener) -> None:
 def _detach(key: int) -> None:
     global _original, _original_partial
     _listeners.pop(key, None)
-    # At the very end of a process the interpreter has taken away what modules hold.
-    if _listeners or _state is None or in_backward():
+    if _listeners or in_backward():
         return
     # Where somebody else has wrapped our wrapper meanwhile, it has to stay, and only passes calls on.
     if core.eager.run_backward is _run_backward:
@@ -113,17 +102,6 @@ def in_backward() -> bool:
 def depth() -> int:
     """How many backwards, ``paddle.grad`` among them, are under way on this thread, one inside another."""
     return _state.depth + _state.partial
-
-
-def check_outside(what: str) -> None:
-    """Raises StateError inside a backward; ``what`` says who calls what."""
-    if in_backward():
-        error = StateError(
-            f"{what} inside a backward, whose gradients are not all there yet. Call it after backward() has returned, "
-            "and not in a hook"
-        )
-        keep_error(error)
-        raise error
 
 
 def in_custom_forward() -> bool:
@@ -155,7 +133,6 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
     _take_error()
     tracer = framework._dygraph_tracer()
     differentiates = tracer._has_grad
-    _watch_interrupts()
     try:
         for listener in listeners:
             listener.begin_backward()
@@ -166,13 +143,9 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
         # A hook that raises inside a recomputed forward can leave Paddle with gradients switched off, for good.
         tracer._has_grad = differentiates
         for listener in listeners:
-            # Where lanes have failed this meets the same failure again; what the user sees is the first error.
-            with contextlib.suppress(CommError):
-                listener.abort_backward()
+            listener.abort_backward()
         _raise_better(error, listeners)
         raise
-    finally:
-        _unwatch_interrupts()
     return result
 
 
@@ -214,27 +187,6 @@ def _run_partial_grad(*args: Any, **kwargs: Any) -> Any:
         for listener in listeners:
             listener.end_partial(differentiable)
     return results
-
-
-def _watch_interrupts() -> None:
-    """Ctrl-C comes out of a backward as itself, wherever Python meets it. Not where the script handles it in its way.
-
-    That is in the first Python code that runs, such as before the first line of a hook, where no hook could keep it.
-    """
-    in_main = threading.current_thread() is threading.main_thread()
-    if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)
-
-
-def _unwatch_interrupts() -> None:
-    if signal.getsignal(signal.SIGINT) is _interrupt and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _interrupt(number: int, frame: types.FrameType | None) -> None:
-    error = KeyboardInterrupt()
-    keep_error(error)
-    raise error
 
 
 def _living() -> list[Any]:

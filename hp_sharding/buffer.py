@@ -12,7 +12,6 @@ import paddle
 from paddle.base import core
 from paddle.base.framework import EagerParamBase
 
-from .arguments import wrong_value
 from .comm import cast_into
 from .errors import LayoutError, StateError
 from .gradient_storage import GradientStorage
@@ -181,10 +180,9 @@ class FusedCommBuffer:
         self._require(Status.SYNCING, "finish_gather")
         assert self._work is not None
         self._work.wait()
+        self._work = None
         written = [param.name for index, param in enumerate(self.params) if self._was_written(index, param)]
         self._bind_params()
-        # Last, so that whoever was interrupted before can begin again.
-        self._work = None
         self.status = Status.READY
         if written:
             raise StateError(
@@ -206,14 +204,10 @@ class FusedCommBuffer:
         """READY -> SHARDED: parameters and full tensor let go of the memory. Shapes and dtypes stay readable.
 
         Raises:
-            StateError: the bucket is not READY, or its storage stays for good.
+            StateError: the bucket is not READY.
         """
         self._require(Status.READY, "free")
-        if self.place.keeps_full:
-            raise StateError(
-                f"bucket '{self.name}': free: its full tensor stays, and its shard is a part of it. Set stage=3 or "
-                "reshard_after_step=True to have parameters freed between steps"
-            )
+        assert not self.place.keeps_full
         self._release_params()
         # Views that autograd saved keep the block alive; the pool takes it back when the last of them is gone.
         self._full = None
@@ -243,14 +237,7 @@ class FusedCommBuffer:
             self.shard.copy_(self._own_slice(self._full), False)
 
     def takes_as_master(self, index: int, value: Any) -> bool:
-        """Whether ``value`` is a tensor or array like parameter ``index``, but of the dtype of its master.
-
-        Raises:
-            ConfigError: there is no such parameter.
-        """
-        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(self.params):
-            last = len(self.params) - 1
-            raise wrong_value("index", index, f"that of a parameter of bucket '{self.name}', 0 to {last}")
+        """Whether ``value`` is a tensor or array like parameter ``index``, but of the dtype of its master."""
         dtypes = self.layout.dtypes
         if dtypes.shard == dtypes.param or not isinstance(value, (paddle.Tensor, np.ndarray)):
             return False
@@ -261,12 +248,8 @@ class FusedCommBuffer:
         """Gives parameter ``index``, which is READY, and its master a value of the master's dtype. Same on every rank.
 
         Raises:
-            ConfigError: there is no such parameter, or no such master.
             StateError: the bucket is not READY.
         """
-        if not self.takes_as_master(index, value) or not isinstance(value, paddle.Tensor):
-            what = f"{self.layout.dtypes.shard} of shape {self._shapes[index]}"
-            raise wrong_value("value", value, f"a tensor of {what}, for a parameter that has a master of other bits")
         self._require(Status.READY, "write_master")
         assert self._full is not None
         value = value.detach().flatten()
@@ -365,12 +348,10 @@ class FusedCommBuffer:
         if not param._is_initialized():
             return False
         absent = self._absent.get(index)
-        if absent is not None and self.layout.slots[index].numel > 1 and param._is_shared_buffer_with(absent):
-            return False
-        if param.data_ptr() == self._addresses[index]:
-            return False  # ``finish_gather`` was interrupted when it had bound this one
-        if absent is None or self.layout.slots[index].numel > 1:
+        if absent is None:
             return True
+        if self.layout.slots[index].numel > 1:
+            return not param._is_shared_buffer_with(absent)
         if param.place.is_cpu_place():
             written = bool(paddle.isfinite(EagerParamBase.detach(param)))
         else:
@@ -431,10 +412,10 @@ class FusedCommBuffer:
                 point_at([dense(typed)], [param])
 
     def _set_full(self, full: paddle.Tensor) -> None:
+        self._full = full
         self._slot_views = slot_views(full, self.layout.slots, self._shapes)
         base, itemsize = full.data_ptr(), self.layout.itemsize
         self._addresses = [base + slot.offset_numel * itemsize for slot in self.layout.slots]
-        self._full = full  # last, so that it has its views wherever it is
 
     def _bind_params(self) -> None:
         # The *same* parameter object gets the new memory: autograd, the layer and the user hold that object.

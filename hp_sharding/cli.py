@@ -12,8 +12,6 @@ import click
 
 from . import __version__
 from .errors import ConfigError
-from .limits import MOST_S
-from .options import Finite
 
 _EXAMPLES = """\b
 Examples:
@@ -121,12 +119,12 @@ def main() -> None:
 )
 @click.option(
     "--max-mb",
-    type=Finite(min=0.01, max=4096),
+    type=click.FloatRange(min=0.01, max=4096),
     help="Largest message, in units of 2^20 bytes.  [default: 64, or 16 with --quick]",
 )
 @click.option(
     "--timeout-s",
-    type=Finite(min=1, max=MOST_S),
+    type=click.FloatRange(min=1),
     default=60.0,
     show_default=True,
     help="How long to wait for a late rank.",

@@ -16,15 +16,14 @@ import dataclasses
 import difflib
 import functools
 import logging
+import math
 import numbers
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
 
-from .arguments import as_flag, as_number, as_positive, shown, wrong_value
 from .errors import ConfigError
-from .limits import MOST_MB, MOST_S
 
 _LOGGER = logging.getLogger("hp_sharding")
 _BYTES_PER_MB = 1024 * 1024
@@ -36,8 +35,6 @@ AUTO = "auto"
 START_MB = 25
 SHORT_DTYPES = ("bfloat16", "float16")
 """Those whose sums are formed in float32."""
-_LEAST_DIVISOR, _MOST_DIVISOR = 2.0**-126, 2.0**127
-"""What float32 holds, and its reciprocal too."""
 
 # Where a user who knows another table of settings is likely to have meant something else than the nearest spelling.
 _KEYS_OF_OTHER_TABLES = {
@@ -99,8 +96,8 @@ class ShardingConfig:
             leaves each rank its own.
         gradient_scale: ``"mean"`` over all data ranks, ``"sum"``, or a positive divisor of the sum. Each sum is divided
             once, before clipping and the update.
-        timeout_s: seconds, at most 1000000, that a collective waits for a late rank, and that its transfer may take;
-            beyond them it fails with a report, never a silent hang.
+        timeout_s: seconds that a collective waits for a late rank, and that its transfer may take; beyond them it fails
+            with a report, never a silent hang.
         timeline: record spans of communication and waiting; read them from ``optimizer.timeline``.
 
     Raises:
@@ -131,10 +128,9 @@ class ShardingConfig:
 
     def __post_init__(self) -> None:
         for key in _FLAGS:
-            self._keep(key, as_flag(key, getattr(self, key)))
+            self._keep(key, _as_bool(key, getattr(self, key)))
         if self.reshard_after_step is not None:
-            resharding = as_flag("reshard_after_step", self.reshard_after_step, "True or False or None")
-            self._keep("reshard_after_step", resharding)
+            self._keep("reshard_after_step", _as_bool("reshard_after_step", self.reshard_after_step, "or None"))
         self._keep("reshard_after_forward", _as_choice_by_unit("reshard_after_forward", self.reshard_after_forward))
         self._keep("comm_buffer_size_MB", _as_size_or_auto("comm_buffer_size_MB", self.comm_buffer_size_MB))
         self._keep("replicate_buffer_size_MB", _as_size_mb("replicate_buffer_size_MB", self.replicate_buffer_size_MB))
@@ -144,8 +140,7 @@ class ShardingConfig:
         self._keep("prefetch_depth", _as_prefetch_depth(self.prefetch_depth))
         self._keep("units", _as_units(self.units))
         self._keep("gradient_scale", _as_gradient_scale(self.gradient_scale))
-        expected = f"a positive number of seconds, at most {MOST_S:.0f}"
-        self._keep("timeout_s", float(as_positive("timeout_s", self.timeout_s, expected, most=MOST_S)))
+        self._keep("timeout_s", float(_as_positive("timeout_s", self.timeout_s, "a positive number of seconds")))
         for key in ("param_dtype", "gather_dtype", "reduce_dtype"):
             self._keep(key, _as_dtype(key, getattr(self, key)))
         self._keep("check_nan_inf", _as_choice("check_nan_inf", self.check_nan_inf, ("off", "warn", "raise")))
@@ -252,12 +247,12 @@ class ShardingConfig:
     def gradient_divisor(self, data_nranks: int) -> float:
         """What the sum of the gradients over ``data_nranks`` ranks (shard times replicate) is divided by, once."""
         if self.gradient_scale == "mean":
-            return float(as_positive("data_nranks", data_nranks, "a number of ranks, 1 or more"))
+            return float(data_nranks)
         return 1.0 if self.gradient_scale == "sum" else float(self.gradient_scale)
 
 
 def _unknown_key_message(key: object, known: set[str]) -> str:
-    message = f"hp_sharding_configs: unknown key {shown(key)}"
+    message = f"hp_sharding_configs: unknown key {key!r}"
     if isinstance(key, str):
         if key in _KEYS_OF_OTHER_TABLES:
             return f"{message}; {_KEYS_OF_OTHER_TABLES[key]}"
@@ -269,21 +264,45 @@ def _unknown_key_message(key: object, known: set[str]) -> str:
     return f"{message}; known keys: {', '.join(sorted(known))}"
 
 
+def _bad_value(key: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(f"{key}={value!r} ({type(value).__name__}): expected {expected}")
+
+
+def _as_bool(key: str, value: object, alternative: str = "") -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise _bad_value(key, value, f"True or False {alternative}".strip())
+    return bool(value)
+
+
+def _as_number(key: str, value: object, expected: str) -> int | float:
+    """``value`` as a Python number; np.bool_ is no numbers.Real, and bool, which is one, must not pass for 0 or 1."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise _bad_value(key, value, expected)
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def _as_positive(key: str, value: object, expected: str) -> int | float:
+    number = _as_number(key, value, expected)
+    if not (math.isfinite(number) and number > 0):
+        raise _bad_value(key, value, expected)
+    return number
+
+
 def _as_size_mb(key: str, value: object) -> int | float:
-    return as_positive(key, value, "a positive size in MB", most=MOST_MB)
+    return _as_positive(key, value, "a positive size in MB")
 
 
 def _as_size_or_auto(key: str, value: object) -> int | float | Literal["auto"]:
     expected = "a positive size in MB or 'auto'"
     if isinstance(value, str) and value == AUTO:
         return "auto"
-    return as_positive(key, value, expected, most=MOST_MB)
+    return _as_positive(key, value, expected)
 
 
 def _as_stage(value: object) -> int:
     expected = "1, 2 or 3"
-    if as_number("stage", value, expected) not in (1, 2, 3) or not isinstance(value, numbers.Integral):
-        raise wrong_value("stage", value, expected)
+    if _as_number("stage", value, expected) not in (1, 2, 3) or not isinstance(value, numbers.Integral):
+        raise _bad_value("stage", value, expected)
     return int(value)
 
 
@@ -291,36 +310,30 @@ def _as_choice_by_unit(key: str, value: object) -> bool | dict[str | type, bool]
     expected = "True, False, or a dict of units' names or Layer classes, such as {'head': False}"
     if not isinstance(value, Mapping):
         if not isinstance(value, (bool, np.bool_)):
-            raise wrong_value(key, value, expected)
+            raise _bad_value(key, value, expected)
         return bool(value)
     for unit, choice in value.items():
         if not isinstance(unit, (str, type)):
-            raise wrong_value(key, value, f"{expected}; {shown(unit)} is neither")
+            raise _bad_value(key, value, f"{expected}; {unit!r} is neither")
         if not isinstance(choice, (bool, np.bool_)):
-            raise wrong_value(key, value, f"{expected}; {shown(choice)} is neither True nor False")
+            raise _bad_value(key, value, f"{expected}; {choice!r} is neither True nor False")
     return {unit: bool(choice) for unit, choice in value.items()}
 
 
 def _as_dtype(key: str, value: object) -> str | None:
     if value is None:
         return None
-    name = _text(value).removeprefix("paddle.")
+    # Paddle's dtypes print as paddle.bfloat16; this module stays free of Paddle.
+    name = value if isinstance(value, str) else str(value)
+    name = name.removeprefix("paddle.")
     if name not in ("float32", *SHORT_DTYPES):
-        raise wrong_value(key, value, "'float32', 'bfloat16', 'float16' or None")
+        raise _bad_value(key, value, "'float32', 'bfloat16', 'float16' or None")
     return name
-
-
-def _text(value: object) -> str:
-    """Paddle's dtypes print as paddle.bfloat16; this module stays free of Paddle."""
-    try:
-        return str(value)
-    except Exception:  # noqa: BLE001 - what cannot even be printed is no dtype
-        return ""
 
 
 def _as_choice(key: str, value: object, choices: tuple[str, ...]) -> str:
     if not isinstance(value, str) or value not in choices:
-        raise wrong_value(key, value, " or ".join(map(repr, choices)))
+        raise _bad_value(key, value, " or ".join(map(repr, choices)))
     return value
 
 
@@ -330,8 +343,8 @@ def _as_prefetch_depth(value: object) -> int | Literal["auto"] | None:
     if isinstance(value, str) and value == AUTO:
         return "auto"
     expected = "a number of units, 0 or more, 'auto' or None"
-    if not isinstance(value, numbers.Integral) or as_number("prefetch_depth", value, expected) < 0:
-        raise wrong_value("prefetch_depth", value, expected)
+    if not isinstance(value, numbers.Integral) or _as_number("prefetch_depth", value, expected) < 0:
+        raise _bad_value("prefetch_depth", value, expected)
     return int(value)
 
 
@@ -339,25 +352,21 @@ def _as_units(value: object) -> Literal["auto"] | tuple[type, ...]:
     expected = "'auto' or a list of Layer classes"
     if isinstance(value, str):
         if value != "auto":
-            raise wrong_value("units", value, expected)
+            raise _bad_value("units", value, expected)
         return "auto"
     if not isinstance(value, (list, tuple)) or not value:
-        raise wrong_value("units", value, expected)
+        raise _bad_value("units", value, expected)
     for item in value:
         # A duck-typed check, so that this module stays free of Paddle: only Layer classes have this method.
         if not (isinstance(item, type) and hasattr(item, "register_forward_pre_hook")):
-            raise wrong_value("units", value, f"{expected}; {shown(item)} is not a Layer class")
+            raise _bad_value("units", value, f"{expected}; {item!r} is not a Layer class")
     return tuple(value)
 
 
 def _as_gradient_scale(value: object) -> Literal["mean", "sum"] | float:
     if isinstance(value, str) and value in ("mean", "sum"):
         return "mean" if value == "mean" else "sum"
-    expected = "'mean', 'sum' or a positive divisor that float32 holds"
-    divisor = float(as_positive("gradient_scale", value, expected, most=_MOST_DIVISOR))
-    if divisor < _LEAST_DIVISOR:
-        raise wrong_value("gradient_scale", value, expected)
-    return divisor
+    return float(_as_positive("gradient_scale", value, "'mean', 'sum' or a positive divisor"))
 
 
 @functools.cache

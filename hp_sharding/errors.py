@@ -55,8 +55,6 @@ class CommError(HpShardingError):
     """A collective that failed, timed out, or lost a peer.
 
     Attributes:
-        message: what has failed and why, in one sentence.
-        report: what all ranks were at, in many lines; empty where there is none. ``str()`` of the error is both.
         op: the collective, such as ``"reduce_scatter"``.
         label: what it carried, usually a bucket's name.
         lane: the communicator it ran on, such as ``"gather"``.
@@ -68,13 +66,8 @@ class CommError(HpShardingError):
         self, message: str, *, op: str = "", label: str = "", lane: str = "", rank: int = -1, peer: int | None = None
     ) -> None:
         super().__init__(message)
-        self.message = message
-        self.report = ""
         self.op = op
         self.label = label
         self.lane = lane
         self.rank = rank
         self.peer = peer
-
-    def __str__(self) -> str:
-        return f"{self.message}\n{self.report}" if self.report else self.message

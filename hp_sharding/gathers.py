@@ -111,9 +111,8 @@ class Gathers(abc.ABC):
         """All buckets are new ones, between two steps, and each is READY, or SHARDED where storage is freed."""
 
     def _start(self, buffer: FusedCommBuffer) -> None:
-        work = buffer.start_gather()
+        self._timeline.watch(buffer.start_gather())
         self._under_way += 1
-        self._timeline.watch(work)
         if self._timeline.enabled:
             self._started.append(buffer.layout.number)
 
@@ -123,16 +122,11 @@ class QueuedGathers(Gathers):
 
     Args:
         ahead: None starts all in ``step()``. 0 does too, where storage stays, and ``step()`` waits for them.
-
-    Attributes:
-        in_use: whether a forward that trains has begun since the parameters were freed, so that its backward may need
-            them. The same on all ranks, unlike what is READY: one rank may have evaluated alone.
     """
 
     def __init__(self, buffers: Sequence[FusedCommBuffer], *, ahead: int | None, timeline: Timeline) -> None:
         super().__init__(buffers, ahead=ahead, timeline=timeline)
         self.keeps_full = self.buffers[0].place.keeps_full
-        self.in_use = False
         self._queue: deque[int] = deque()
         self._stepped = False
 
@@ -159,8 +153,8 @@ class QueuedGathers(Gathers):
             self._start_next()
 
     def unshard(self) -> list[int]:
-        """Part of ``Gathers``; returns the buckets that are to be freed again."""
-        freed = [] if self.keeps_full or self.in_use else list(self.order)
+        """Part of ``Gathers``; returns the buckets that were freed."""
+        freed = [buffer.layout.number for buffer in self.buffers if buffer.full is None]
         self.start_all()
         self.finish_under_way()
         self._pins += 1
@@ -179,11 +173,9 @@ class QueuedGathers(Gathers):
             self._stepped = False
             self._free_all()
             return
-        if freed:
-            self.in_use = False
         for bucket in (bucket for bucket in self.order if bucket in set(freed)):
-            self.queue([bucket])
             self.buffers[bucket].free()
+            self.queue([bucket])
 
     def take_wrong_guesses(self, uses: Sequence[int]) -> int:
         """Part of ``Gathers``: those that were started before one that was used before them, each once."""
@@ -201,10 +193,13 @@ class QueuedGathers(Gathers):
         if not self.keeps_full and not self._pins:
             return
         buffer = self.buffers[bucket]
-        self.queue([bucket])
         if buffer.status is Status.READY:
             buffer.mark_stale()
-        self.start_all()
+        if self._queue:
+            self.queue([bucket])
+            self.start_all()
+        elif buffer.status is Status.SHARDED:
+            self._start(buffer)
 
     def end_step(self) -> None:
         """Part of ``Gathers``."""
@@ -229,19 +224,17 @@ class QueuedGathers(Gathers):
     def _free_all(self) -> None:
         self.start_all()
         self.finish_under_way()
-        self.queue(self.order)
         for buffer in self.buffers:
             if buffer.status is Status.READY:
                 buffer.free()
-        self.in_use = False
+        self.queue(self.order)
         # This memory is what the user has asked for; the next forward pays for having it again.
         self.buffers[0].place.pool.trim()
 
     def _start_next(self) -> None:
-        buffer = self.buffers[self._queue[0]]
+        buffer = self.buffers[self._queue.popleft()]
         if buffer.status is Status.SHARDED:
             self._start(buffer)
-        self._queue.popleft()  # last, so that one whose start was interrupted is still in its place
 
 
 def passed_over(started: Sequence[int], uses: Sequence[int]) -> int:

@@ -135,9 +135,9 @@ class GradientStorage:
 
     def free(self) -> None:
         """Lets go of the storage and of all gradients; a collective that reads it keeps it alive until it is done."""
-        self.reset()
+        self.full = None
         self._views.clear()
-        self.full = None  # last: whoever was interrupted before frees it again
+        self.reset()
 
     def hand_over(self) -> Used | None:
         """As ``free``, while a collective reads the storage. Returns what is there for others once that is done.
@@ -162,24 +162,3 @@ class GradientStorage:
         if index not in self._views:
             self._views[index] = self.view(index)
         return self._views[index]
-
-
-def gradient_of(param: EagerParamBase) -> paddle.Tensor:
-    """``param.grad``, unseen by the guard; or ``main_grad``, where a hook of Paddle's has moved it there."""
-    gradient = EagerParamBase._grad_ivar(param)
-    return param.main_grad if gradient is None else gradient
-
-
-def show_gradient(param: EagerParamBase, view: paddle.Tensor) -> None:
-    """Stage 1: the local gradient is the parameter's; as ``main_grad`` where autograd's has fewer bits, or none has."""
-    if view.dtype == param.dtype and not hasattr(param, "main_grad"):
-        param._copy_gradient_from(view)
-    else:
-        param.main_grad = view
-
-
-def drop_gradient(param: EagerParamBase) -> None:
-    """Sets ``param.grad`` to None, unseen by the guard, and ``main_grad`` where there is one."""
-    EagerParamBase.clear_gradient(param, False)
-    if hasattr(param, "main_grad"):
-        param.main_grad = None

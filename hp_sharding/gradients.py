@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import paddle
 
 from .arena import GradientArena
-from .arguments import as_flag, as_number, shown, wrong_value
 from .buffer import FusedCommBuffer
 from .comm import cast_into
-from .errors import ConfigError, HpShardingError, StateError
+from .errors import ConfigError, StateError
 from .nonfinite import NonFiniteCheck
 from .numerics import scale_by_norm
 from .precision import dtype_name
@@ -105,16 +104,14 @@ class ReducedGradients:
     def clip(self, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> paddle.Tensor:
         """See ``ShardedOptimizer.clip_grad_norm``."""
         check_norm_type(norm_type)
-        bound = as_bound(max_norm)
-        raises = as_flag("error_if_nonfinite", error_if_nonfinite)
         self._collect()
         # What a scaler has found is the scaler's affair: it skips the step and lowers the scale.
         scaled_badly = self._check is not None and self._verdict is not None and bool(self._verdict)
         norm = self._updates.norm(None if scaled_badly else self._check)
         self._checked_round = self._reducer.round
-        if raises:
+        if error_if_nonfinite:
             check_finite_norm(norm, f"rank {self._reducer.rank}: ")
-        scale_by_norm(self._arena.tensors, norm, bound)
+        scale_by_norm(self._arena.tensors, norm, float(max_norm))
         self._arena.take_all_values()
         return norm
 
@@ -209,44 +206,12 @@ class ReducedGradients:
             for index, candidate in enumerate(buffer.params):
                 if candidate is param:
                     return buffer, index
-        raise foreign(param)
-
-
-def foreign(param: Any) -> ConfigError:
-    """What to raise for what is no parameter of the optimizer, or no parameter at all."""
-    if not isinstance(param, paddle.Tensor):
-        return wrong_value("param", param, "a parameter that this optimizer updates")
-    return ConfigError(
-        f"parameter '{param.name}' is not one that this optimizer updates. Expected one of those that it was made "
-        "with: the very object, as model.parameters() has it, and no copy"
-    )
-
-
-def check_minimize(loss: Any, startup_program: Any = None, parameters: Any = None, no_grad_set: Any = None) -> None:
-    """Takes what ``minimize`` of Paddle's optimizers takes; raises ConfigError where that is more than a step."""
-    if not isinstance(loss, paddle.Tensor):
-        raise wrong_value("loss", loss, "the tensor whose backward() has been called")
-    others = {"startup_program": startup_program, "parameters": parameters, "no_grad_set": no_grad_set}
-    for name, value in others.items():
-        if value is not None:
-            raise ConfigError(
-                f"minimize: {name}={shown(value)}: expected None: what is updated was settled when the optimizer was "
-                "made. To leave parameters out, freeze them: param.stop_gradient = True"
-            )
-
-
-def as_bound(max_norm: Any) -> float:
-    """``max_norm`` of a clip, a number or a tensor of one element. Raises ConfigError for what bounds no norm."""
-    given = max_norm.item() if isinstance(max_norm, paddle.Tensor) and max_norm.size == 1 else max_norm
-    bound = float(as_number("max_norm", given, "0 or a positive number"))
-    if not bound >= 0:
-        raise wrong_value("max_norm", given, "0 or a positive number")
-    return bound
+        raise ConfigError(f"parameter '{param.name}' is not one that this optimizer updates")
 
 
 def check_norm_type(norm_type: float) -> None:
     """Raises ConfigError for any norm but the Euclidean one."""
-    if as_number("norm_type", norm_type, "2.0") != 2.0:
+    if float(norm_type) != 2.0:
         raise ConfigError(
             f"clip_grad_norm: norm_type={norm_type!r} is not supported; use 2.0. For bounds on single elements edit "
             "optimizer.local_grads() in place"
@@ -264,23 +229,10 @@ def check_finite_norm(norm: paddle.Tensor, prefix: str = "") -> None:
 
 def check_gradient(param: paddle.Tensor, value: Any) -> paddle.Tensor:
     """``value`` as a tensor without history. Raises ConfigError where it cannot be a gradient of ``param``."""
-    given = _as_tensor(param, value)
-    if list(given.shape) != list(param.shape) or not given.is_floating_point() or not given.is_dense():
-        raise _no_gradient(param, f"{dtype_name(given)} of shape {list(given.shape)}")
+    given = value.detach() if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)
+    if list(given.shape) != list(param.shape) or not given.is_floating_point():
+        raise ConfigError(
+            f"set_full_grad: parameter '{param.name}' needs a floating-point gradient of shape {list(param.shape)}, "
+            f"found {dtype_name(given)} of shape {list(given.shape)}"
+        )
     return given
-
-
-def _as_tensor(param: paddle.Tensor, value: Any) -> paddle.Tensor:
-    try:
-        return value.detach() if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)
-    except HpShardingError:
-        raise
-    except Exception as error:  # whatever Paddle and NumPy say of what is no array
-        raise _no_gradient(param, shown(value)) from error
-
-
-def _no_gradient(param: paddle.Tensor, found: str) -> ConfigError:
-    return ConfigError(
-        f"set_full_grad: parameter '{param.name}' needs a floating-point gradient of shape {list(param.shape)}, found "
-        f"{found}. Expected a tensor or an array"
-    )

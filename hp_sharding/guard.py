@@ -22,9 +22,6 @@ from paddle.base.framework import EagerParamBase, _current_expected_place_
 
 from .errors import LayoutError, StateError
 
-_SIGNS_OF_FREED = ("holder_ should not be null", "memory_size()", "is not initialized")
-"""What Paddle's kernels say of a tensor without storage, or with too little."""
-
 
 class ValueKeeper(Protocol):
     """Makes parameters valid; the schedule of one wrapped model."""
@@ -306,19 +303,6 @@ def _admit_param(name: str, param: EagerParamBase, keeper: ValueKeeper) -> None:
     if _keeper_of(param) is not keeper:
         check_frozen([(name, param)])
         keeper.note_late(name, param)
-
-
-def explain_freed(error: Exception, rank: int) -> StateError | None:
-    """What a backward's error means that comes of a parameter whose storage is away; None where it is another one."""
-    if not any(sign in str(error) for sign in _SIGNS_OF_FREED):
-        return None
-    return StateError(
-        f"rank {rank}: the backward needs the value of a parameter that is sharded again. A step() or load() has come "
-        "between its forward and it; or, in stage 3, an operation outside every layer's forward has used it, or one "
-        "whose result a layer neither returned nor kept as an attribute. Run forward and backward inside 'with "
-        "hp_sharding.full_parameters(model):', or use the parameter in the forward of a layer that returns what comes "
-        "of it"
-    )
 
 
 def check_frozen(late: Iterable[tuple[str, EagerParamBase]]) -> None:

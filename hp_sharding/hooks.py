@@ -230,8 +230,6 @@ class _UnitWatch:
 
     def begin(self, target: HookTarget, layer: nn.Layer, inputs: Any, *, is_part: bool) -> None:
         run = _Run(layer, inputs)
-        if target.call is None:
-            self._runs.clear()  # of forwards that an interrupt has ended, past all hooks
         self._runs.append(run)
         if is_part:
             run.stands = target.enter_part(self.unit)

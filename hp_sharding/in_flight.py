@@ -64,11 +64,6 @@ class GradientsInFlight:
         while self._flights:
             self._live_bytes -= self._flights.popleft().nbytes
 
-    def clear(self) -> None:
-        """There are none any more, whatever an interrupt has left uncounted."""
-        self._flights.clear()
-        self._live_bytes = 0
-
     def _take_used(self, storage: GradientStorage, *, limited: bool) -> Used | None:
         flights, found = self._flights, None
         while flights and flights[0].work.done():

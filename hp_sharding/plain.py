@@ -10,18 +10,9 @@ from typing import Any
 
 import paddle
 
-from .arguments import as_flag
 from .comm import allocated_bytes, create_communicators, current_device
 from .config import ShardingConfig
-from .gradients import (
-    LocalGrad,
-    as_bound,
-    check_finite_norm,
-    check_gradient,
-    check_minimize,
-    check_norm_type,
-    foreign,
-)  # fmt: skip
+from .gradients import LocalGrad, check_finite_norm, check_gradient, check_norm_type
 from .nonfinite import Finding, describe, non_finite_error, not_raised
 from .numerics import count_nonfinite, sum_of_squares
 from .recorded import PlainSubject
@@ -96,13 +87,12 @@ class PlainOptimizer:
 
     def clear_grad(self, set_to_zero: bool = True) -> None:
         """The inner optimizer's ``clear_grad()``; ``set_to_zero`` has Paddle's meaning."""
-        self._inner.clear_grad(as_flag("set_to_zero", set_to_zero))
+        self._inner.clear_grad(set_to_zero)
 
     clear_gradients = clear_grad
 
     def minimize(self, loss: paddle.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The inner optimizer's ``minimize()``, of all its parameters; see ``ShardedOptimizer.minimize``."""
-        check_minimize(loss, *args, **kwargs)
+        """The inner optimizer's ``minimize()``."""
         if self.timeline.enabled:
             self.timeline.enter("update", self.timeline.subject.whole)
         self._check_finite()
@@ -114,25 +104,14 @@ class PlainOptimizer:
     @contextlib.contextmanager
     def no_sync(self, *, replicate_only: bool = False) -> Iterator[None]:
         """Does nothing: gradients always add up locally."""
-        as_flag("replicate_only", replicate_only)
         yield
 
     def full_grad(self, param: paddle.Tensor) -> paddle.Tensor | None:
-        """A copy of ``param.grad``, of the parameter's shape and dtype; None where it has had none.
-
-        Raises:
-            ConfigError: the parameter is not one that this optimizer updates.
-        """
-        self._check_own(param)
+        """A copy of ``param.grad``, of the parameter's shape and dtype; None where it has had none."""
         return None if param.grad is None else param.grad.clone()
 
     def set_full_grad(self, param: paddle.Tensor, value: Any) -> None:
-        """Sets ``param.grad`` to a copy of ``value``, of the parameter's shape, in the parameter's dtype.
-
-        Raises:
-            ConfigError: the parameter is not one that this optimizer updates, or the shapes differ.
-        """
-        self._check_own(param)
+        """Sets ``param.grad`` to a copy of ``value``, of the parameter's shape, in the parameter's dtype."""
         param.grad = check_gradient(param, value).astype(param.dtype)
 
     @paddle.no_grad()
@@ -157,14 +136,13 @@ class PlainOptimizer:
         """``paddle.nn.utils.clip_grad_norm_`` of the optimizer's parameters; returns the norm before clipping.
 
         Raises:
-            ConfigError: another ``norm_type`` than 2.0, or a ``max_norm`` that is no number or below 0.
+            ConfigError: another ``norm_type`` than 2.0.
             StateError: the norm is not finite and ``error_if_nonfinite``, or as for ``step()``.
         """
         check_norm_type(norm_type)
-        bound = as_bound(max_norm)
-        if as_flag("error_if_nonfinite", error_if_nonfinite):
+        if error_if_nonfinite:
             check_finite_norm(paddle.to_tensor(self.grad_norm()))
-        return paddle.nn.utils.clip_grad_norm_(optimizer_params(self._inner), bound)
+        return paddle.nn.utils.clip_grad_norm_(optimizer_params(self._inner), max_norm)
 
     def set_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes what ``state_dict`` gave, of this optimizer or of plain Paddle's, whatever it has done since.
@@ -187,10 +165,6 @@ class PlainOptimizer:
     def model_sharded_state_dict(self) -> dict[str, Any]:
         """``model.sharded_state_dict()``; see ``ShardedOptimizer.model_sharded_state_dict``."""
         return model_weights(self._model(), [])
-
-    def _check_own(self, param: Any) -> None:
-        if not any(param is own for own in optimizer_params(self._inner)):
-            raise foreign(param)
 
     def _name(self, param: paddle.Tensor) -> str:
         return self._names.get(id(param), param.name)

@@ -11,21 +11,44 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import paddle
+from paddle.base.framework import EagerParamBase
+
 from .arena import GradientArena
 from .buffer import FusedCommBuffer
-from .comm import Work
-from .errors import CommError, StateError
+from .comm import Communicator, Work
+from .errors import StateError
 from .facts import Agreement, Facts
-from .gradient_storage import drop_gradient, gradient_of, show_gradient
 from .in_flight import GradientsInFlight
-from .reduce_lanes import ReduceLanes
-from .replication import Replicator, make_replicator
+from .replication import Replicator
 from .running import RunningState
 from .sent import SentGradients
 from .timeline import Timeline
 
-PUBLISH_ALWAYS_ROUNDS, PUBLISH_EVERY_ROUNDS = 8, 32
-"""Rank 0 publishes a new order after each of the first rounds, then now and then: not a broadcast in every step."""
+PUBLISH_ALWAYS_ROUNDS = 8
+PUBLISH_EVERY_ROUNDS = 32
+"""Rank 0 publishes a newly learned order after each of the first rounds and then now and then, so that a model whose
+order changes all the time does not pay a broadcast for it in every step."""
+
+
+class ReduceLanes(NamedTuple):
+    """Where reductions and agreements travel.
+
+    Attributes:
+        reduce: over the shard group; carries the reduce-scatters.
+        agree: lanes that one after the other reach all data ranks, the replicas first; idle during backward, so that
+            what is agreed on does not queue behind gradients.
+        replicate: over the replicas of this rank's shard; None where there is one.
+    """
+
+    reduce: Communicator
+    agree: Sequence[Communicator]
+    replicate: Communicator | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of all data ranks."""
+        return all(lane.rank == 0 for lane in self.agree)
 
 
 class ReduceRules(NamedTuple):
@@ -78,8 +101,7 @@ class Reducer:
         self._buffers = list(buffers)
         self._arena = arena
         self._rules = rules
-        layouts, limit = [buffer.layout for buffer in buffers], rules.replicate_bytes
-        self._replicator = make_replicator(layouts, arena, lane=lanes.replicate, limit_bytes=limit, timeline=timeline)
+        self._replicator = _make_replicator(buffers, arena, lanes=lanes, rules=rules, timeline=timeline)
         self._timeline = timeline
         self._works: list[Work | None] = [None] * len(buffers)
         self._in_flight = GradientsInFlight([buffer.gradient for buffer in buffers], timeline)
@@ -89,10 +111,7 @@ class Reducer:
         self._order_due = False
         self._armed = False
         self._broken = False
-        self._abandoned = False
         self._incomplete = False
-        self._clears = False
-        self._cleared_round = 0
         self.learned_order: list[int] | None = None
         self.gather_order_changed = False
         self._sent = SentGradients()
@@ -112,11 +131,8 @@ class Reducer:
 
     @property
     def armed(self) -> bool:
-        """Whether the outermost backward under way, or else the next one, concerns this model.
-
-        Once lanes have failed only one that brings it a gradient does, and hears of it: the others are other models'.
-        """
-        return self._armed and not self.lanes.is_broken
+        """Whether the outermost backward under way, or else the next one, concerns this model."""
+        return self._armed
 
     @property
     def rank(self) -> int:
@@ -134,15 +150,10 @@ class Reducer:
         """Has the bucket wait for the end of the next backward, since its gradients may come in more than once."""
         self._held_back.add(bucket)
 
-    def abandon(self) -> None:
-        """A forward has failed, for which others may reduce a round; ``clear`` makes one that counts for nothing."""
-        self._abandoned = True
-
     def begin_backward(self) -> None:
         """Start of an outermost backward."""
-        self._armed = self.armed
         self._begin_round()
-        if self._rules.keeps_gradient and not self.lanes.is_broken:
+        if self._rules.keeps_gradient:
             # This backward accumulates in place into storage that an earlier reduction may still be reading.
             self._wait_all()
             self._held_back |= self._sent.set_aside(self._buffers, self._arena, unsent=self._unreduced)
@@ -170,7 +181,7 @@ class Reducer:
         """End of an outermost backward: launches what is left, in order."""
         if not self._armed:
             return
-        self._armed = self._abandoned = False
+        self._armed = False
         if self.running is not None:
             self.running.look()
         if not self.sync:
@@ -180,7 +191,7 @@ class Reducer:
 
     def abort_backward(self) -> None:
         """The backward failed; ``clear`` completes the round, so that the ranks stay in step."""
-        self._broken = self._broken or self._armed or any(self._launched)
+        self._broken = self._broken or (self.sync and (self._armed or any(self._launched)))
         self._armed = False
 
     # -- told by the optimizer -----------------------------------------------------------------------------------
@@ -225,11 +236,8 @@ class Reducer:
             repeats=self._repeats,
             used=[used for bucket in self.used for used in bucket],
             written=self.running.written() if self.running is not None else (),
-            goes_on=not self._clears,
-            position=self.round - self._cleared_round,
         )
-        label, fingerprint = f"agreement, backward {self.round}", self.lanes.fingerprint
-        self._agreements.append(Agreement(facts, self.lanes.agree, label=label, fingerprint=fingerprint))
+        self._agreements.append(Agreement(facts, self.lanes.agree, label=f"agreement, backward {self.round}"))
         self._timeline.watch(self._agreements[-1].work)
 
     def settle(self, *, discard: bool = False) -> bool:
@@ -238,17 +246,18 @@ class Reducer:
         Returns True while rank 0 has an order to publish. ``discard`` says that the sums are about to be forgotten.
 
         Raises:
-            StateError: a batch failed on some rank, so that its part of the sums is missing.
-            CommError: the ranks have launched different collectives.
+            StateError: the backward failed on some rank, so that its part of the sums is missing.
         """
         while self._agreements:
-            facts = self._next_agreed()
+            agreement = self._agreements.popleft()
+            self._timeline.wait(agreement.work)
+            facts = agreement.result()
             self._merge_used(facts.used)
             if self.running is not None:
                 self.running.take_agreed(facts.written)
-            if facts.failed or facts.parted:
+            if facts.failed:
                 # Nothing more is sent for this round, whether a rank discards it or raises below.
-                self._incomplete = facts.goes_on
+                self._incomplete = True
                 continue
             self._order_due = self._order_due or facts.new_order
             for bucket in (bucket for bucket in self.order if facts.repeats[bucket]):
@@ -257,21 +266,10 @@ class Reducer:
             self._replicator.flush()
         if self._incomplete and not discard:
             raise StateError(
-                f"rank {self.rank}: the backward failed on some rank of this group, or its forward, or a rank alone "
-                "called clear_grad(), so the reduced gradients are incomplete. Call optimizer.clear_grad() on every "
-                "rank and skip this batch"
+                f"rank {self.rank}: the backward failed on some rank of this group, so the reduced gradients are "
+                "incomplete. Call optimizer.clear_grad() on every rank and skip this batch"
             )
         return self._order_due
-
-    def _next_agreed(self) -> Facts:
-        """A wait that is interrupted is taken up again by the next call; what has failed will not come."""
-        agreement = self._agreements[0]
-        try:
-            self._timeline.wait(agreement.work)
-        except CommError:
-            self._agreements.popleft()
-            raise
-        return self._agreements.popleft().result()
 
     def is_reduced(self, bucket: int) -> bool:
         """Whether ``wait`` would return at once."""
@@ -281,14 +279,9 @@ class Reducer:
 
     def wait(self, bucket: int) -> None:
         """Returns once the bucket's slice of the arena holds the sum of all rounds so far."""
-        work = self._works[bucket]
+        work, self._works[bucket] = self._works[bucket], None
         if work is not None:
-            try:
-                self._timeline.wait(work)
-            except CommError:
-                self._works[bucket] = None  # it will not come; a wait that is interrupted is taken up again
-                raise
-            self._works[bucket] = None
+            self._timeline.wait(work)
         if self._replicator is not None:
             self._replicator.wait(bucket)
 
@@ -301,8 +294,9 @@ class Reducer:
 
         ``set_to_zero`` False also forgets which parameters have had a gradient, as plain Paddle's None does.
         """
-        has_failed = self._meet_after_failure()
-        self._cleared_round = self.round
+        if self._broken:
+            self.reduce_leftovers()
+        self.settle(discard=True)
         self._incomplete = False
         self._wait_all()
         self._arena.clear()
@@ -313,11 +307,6 @@ class Reducer:
             self._clear_bucket(buffer)
             if not set_to_zero:
                 self.used[index] = [False] * len(buffer.params)
-        if not self._rules.keeps_gradient:
-            self._in_flight.clear()
-        if has_failed:
-            # More may have been alive at a time than a step needs; and what has failed may well be an allocation.
-            self._buffers[0].place.pool.trim()
         self._reset_backward()
 
     def forget(self, bucket: int, index: int, *, set_to_zero: bool) -> None:
@@ -346,28 +335,6 @@ class Reducer:
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
-    def _meet_after_failure(self) -> bool:
-        """Reads all facts. Where a batch has failed, makes rounds that count for nothing until all ranks are here.
-
-        Others may have gone on with the batch, and with more of them before their ``step()``: each of their rounds
-        finds its match in one of ours. So the next ones of all ranks belong together. Returns whether one has failed.
-        """
-        has_failed = False
-        if not (self._broken or self._abandoned):
-            self.settle(discard=True)
-        while self._broken or self._abandoned or self._incomplete:
-            has_failed = True
-            if not self._broken:
-                self._begin_round()
-            self._broken = self._clears = True
-            try:
-                self.finish_round()
-            finally:
-                self._clears = False
-            self._broken = self._abandoned = False
-            self.settle(discard=True)
-        return has_failed
-
     def _begin_round(self) -> None:
         self._reset_backward()
         for index, buffer in enumerate(self._buffers):
@@ -384,7 +351,7 @@ class Reducer:
     def _store(self, bucket: int, index: int) -> None:
         buffer = self._buffers[bucket]
         storage, param = buffer.gradient, buffer.params[index]
-        gradient = gradient_of(param)
+        gradient = _gradient_of(param)
         if self._rules.keeps_gradient and storage.holds(index, gradient):
             return  # a later backward: autograd has added in place
         if gradient.is_selected_rows():
@@ -395,9 +362,9 @@ class Reducer:
         if storage.full is None:
             self._in_flight.alloc(storage, limited=self.sync)
         storage.put(index, gradient)
-        drop_gradient(param)
+        _drop_gradient(param)
         if self._rules.keeps_gradient:
-            show_gradient(param, storage.view(index))
+            _show_gradient(param, storage.view(index))
 
     def _is_live(self, bucket: int) -> bool:
         # Not whether it holds gradients: that is this rank's alone. Those of a parameter that was frozen since stay.
@@ -434,8 +401,7 @@ class Reducer:
             accumulate=target.accumulate,
             wire_dtype=storage.wire_dtype,
         )
-        self._works[bucket] = work
-        self._timeline.watch(work)
+        self._works[bucket] = self._timeline.watch(work)
         if self._replicator is not None and self.replicate:
             self._replicator.add(bucket, work)
         self._launched[bucket] = True
@@ -475,8 +441,43 @@ class Reducer:
         for param in buffer.params:
             # Stage 1: the parameter's own gradient object goes, the storage behind it stays with the bucket. Stage 2:
             # there is one only where a user's hook has raised before ours could take it.
-            drop_gradient(param)
+            _drop_gradient(param)
         if self._rules.keeps_gradient:
             buffer.gradient.reset()
         elif buffer.gradient.full is not None:
             self._in_flight.free(buffer.gradient)
+
+
+def _make_replicator(
+    buffers: Sequence[FusedCommBuffer],
+    arena: GradientArena,
+    *,
+    lanes: ReduceLanes,
+    rules: ReduceRules,
+    timeline: Timeline,
+) -> Replicator | None:
+    if lanes.replicate is None:
+        return None
+    layouts = [buffer.layout for buffer in buffers]
+    return Replicator(layouts, arena, lane=lanes.replicate, limit_bytes=rules.replicate_bytes, timeline=timeline)
+
+
+def _gradient_of(param: EagerParamBase) -> paddle.Tensor:
+    """``param.grad``, unseen by the guard; or ``main_grad``, where a hook of Paddle's has moved it there."""
+    gradient = EagerParamBase._grad_ivar(param)
+    return param.main_grad if gradient is None else gradient
+
+
+def _show_gradient(param: EagerParamBase, view: paddle.Tensor) -> None:
+    """Stage 1: the local gradient is the parameter's; as ``main_grad`` where autograd's has fewer bits, or none has."""
+    if view.dtype == param.dtype and not hasattr(param, "main_grad"):
+        param._copy_gradient_from(view)
+    else:
+        param.main_grad = view
+
+
+def _drop_gradient(param: EagerParamBase) -> None:
+    """Sets ``param.grad`` to None, unseen by the guard, and ``main_grad`` where there is one."""
+    EagerParamBase.clear_gradient(param, False)
+    if hasattr(param, "main_grad"):
+        param.main_grad = None

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from .arena import GradientArena
 from .comm import Communicator, Work
-from .errors import CommError
 from .layout import BucketLayout
 from .timeline import Timeline
 
@@ -71,9 +70,9 @@ class Replicator:
         # What a shard group has summed up may be more than float16 can hold, though none of its terms was.
         wire_dtype = None if dtypes.reduce in (dtypes.sum, "float16") else dtypes.reduce
         work = self._lane.all_reduce(run.tensor, label=label, after=self._last, wire_dtype=wire_dtype)
+        self._timeline.watch(work)
         self._works.update(dict.fromkeys(run.buckets, work))
         self._run, self._run_bytes, self._last = [], 0, None
-        self._timeline.watch(work)
 
     def is_waited_for(self, bucket: int) -> bool:
         """Whether its sum is on the way over the replicas, or there and not taken yet."""
@@ -87,27 +86,7 @@ class Replicator:
     def wait(self, bucket: int) -> None:
         """Returns once the bucket's sum is that of all replicas, if it has been added; after ``flush``."""
         assert bucket not in self._run, bucket
-        work = self._works.get(bucket)
-        if work is None:
-            return
-        try:
+        work = self._works.pop(bucket, None)
+        if work is not None:
             self._timeline.wait(work)
-        except CommError:
-            del self._works[bucket]  # it will not come; a wait that is interrupted is taken up again
-            raise
-        self._arena.take_total(bucket)
-        del self._works[bucket]
-
-
-def make_replicator(
-    layouts: Sequence[BucketLayout],
-    arena: GradientArena,
-    *,
-    lane: Communicator | None,
-    limit_bytes: int,
-    timeline: Timeline,
-) -> Replicator | None:
-    """A ``Replicator`` over this lane; None where there is one replica."""
-    if lane is None:
-        return None
-    return Replicator(layouts, arena, lane=lane, limit_bytes=limit_bytes, timeline=timeline)
+            self._arena.take_total(bucket)

@@ -292,16 +292,13 @@ class UnitGathers(Gathers):
         """Part of ``Gathers``: gathers at once what the next forward begins with."""
         buffer = self.buffers[bucket]
         if self._pins:
-            if buffer.status is Status.READY:
-                buffer.mark_stale()
-            if buffer.status is Status.SHARDED:
-                self._start(buffer)
+            buffer.mark_stale()
+            self._start(buffer)
             return
         for unit in self._next_units():
             if bucket in self._rules.unit_buckets[unit]:
                 self._resident[unit] = None
-                if buffer.status is Status.SHARDED:
-                    self._start(buffer)
+                self._start(buffer)
 
     def end_step(self) -> None:
         """Part of ``Gathers``."""
@@ -447,6 +444,7 @@ class UnitGathers(Gathers):
             return
         needed = self._needed_by_calls().union(self._expected, self._kept)
         for unit in [unit for unit in self._resident if unit not in needed]:
+            del self._resident[unit]
             if self._timeline.enabled:
                 self._wrong_guesses += self._ahead_of_use.pop(unit, unit) is None
             for bucket in self._rules.unit_buckets[unit]:
@@ -454,7 +452,6 @@ class UnitGathers(Gathers):
                 if self.buffers[bucket].status is Status.READY:
                     self.buffers[bucket].keep_writes()
                     self.buffers[bucket].free()
-            del self._resident[unit]  # last, so that one whose release was interrupted is released later
 
     def _start_unit(self, unit: int) -> None:
         self._resident[unit] = None

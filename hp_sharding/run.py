@@ -9,7 +9,6 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -87,30 +86,12 @@ def _run_as_main(script: str, args: tuple[str, ...], *, module: bool) -> None:
     sys.path[0] = str(Path.cwd() if module else Path(script).resolve().parent)
     try:
         if module:
-            _check_module(script)
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(script, run_name="__main__")
     except (EOFError, KeyboardInterrupt):
         traceback.print_exc()  # click would say "Aborted!" and no more
         sys.exit(1)
-
-
-def _check_module(name: str) -> None:
-    """Refuses a name that ``python -m`` could not run. Imports the packages that it lies in, as ``python -m`` does."""
-    # Errors of the user's own imports have other names, and keep their traceback.
-    parents = {name.rsplit(".", count)[0] for count in range(name.count(".") + 1)}
-    try:
-        found = find_spec(name) if all(name.split(".")) else None
-        is_package = found is not None and found.submodule_search_locations is not None
-        if is_package and find_spec(f"{name}.__main__") is None:
-            raise click.BadParameter(f"{name} is a package without __main__.py", param_hint="SCRIPT")
-    except ModuleNotFoundError as error:
-        if error.name not in parents:
-            raise
-        found = None
-    if found is None:
-        raise click.BadParameter(f"there is no module {name} in {Path.cwd()} or on the path", param_hint="SCRIPT")
 
 
 def _value(text: bool | str) -> Any:

@@ -16,7 +16,6 @@ import paddle
 from paddle import nn
 
 from .comm import Communicator, Work, current_device
-from .errors import CommError
 from .timeline import Timeline
 from .units import is_statistic
 
@@ -144,8 +143,8 @@ class RunningState:
         Raises:
             CommError: a broadcast failed; where ranks hold tensors of other shapes, it names them.
         """
-        while self._under_way:
-            packed = self._under_way[0]
+        under_way, self._under_way = self._under_way, []
+        for packed in under_way:
             self._timeline.wait(packed.work)
             start = 0
             for entry, shape in zip(packed.entries, packed.shapes, strict=True):
@@ -153,18 +152,12 @@ class RunningState:
                 numel = tensor.size if tensor is not None else 0
                 entry.put(packed.flat._slice(start, start + numel).reshape(shape).cast(packed.dtype))
                 start += numel
-            del self._under_way[0]
 
     def drop(self) -> None:
         """Waits for what a step that raised has left under way, and forgets it."""
-        while self._under_way:
-            packed = self._under_way[0]
-            try:
-                packed.work.wait()
-            except CommError:
-                self._under_way.clear()  # nothing comes any more
-                raise
-            del self._under_way[0]
+        under_way, self._under_way = self._under_way, []
+        for packed in under_way:
+            packed.work.wait()
 
     def _send(self, entries: list[_Entry], dtype: paddle.dtype) -> _Packed:
         device = current_device()

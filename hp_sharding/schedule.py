@@ -7,7 +7,6 @@ to the reducer. Which gathers start when is decided by one of two policies: one 
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +32,9 @@ __all__ = ["Schedule", "keep_schedule", "schedule_of"]
 ROOT = 0
 """Index of the unit that is the model itself."""
 
+_SIGNS_OF_FREED = ("holder_ should not be null", "memory_size()", "is not initialized")
+"""What Paddle's kernels say of a tensor without storage, or with too little."""
+
 
 class Schedule:
     """Hooks and order of one wrapped model.
@@ -47,7 +49,6 @@ class Schedule:
         reducer: gets the backward's events.
         gathers: which gathers start when.
         learned_gather_order: a better one than ``gathers.order``, as this rank saw it; None where it is the same.
-        reporter: explains failures; kept here, and held weakly by those who ask it.
     """
 
     def __init__(
@@ -67,7 +68,6 @@ class Schedule:
         self.buffers = list(buffers)
         self.reducer = reducer
         self.learned_gather_order: list[int] | None = None
-        self.reporter: object = None
         self._unit_map = UnitMap(plan)
         self._kept = kept
         self._first_uses: list[int] = []
@@ -76,7 +76,6 @@ class Schedule:
         self._active_total = 0
         self._parts: list[int] = []
         self._trains = False
-        self._handled = id(None)
         self._entries = [0] * len(plan.units)
         self._sleeping: list[EagerParamBase] = []
         self._written: set[int] = set()
@@ -112,15 +111,12 @@ class Schedule:
             self._check_written()
         if not self._active_total:
             self._trains = False
-            self._handled = id(sys.exc_info()[1])
         # Reentrant recompute switches gradients off inside: what the outer forward does counts.
         self._trains = self._trains or paddle.is_grad_enabled()
         self._active[unit] += 1
         self._active_total += 1
         if self._trains and not backward.in_backward():
             self.reducer.arm()
-            if self._queued is not None:
-                self._queued.in_use = True
             self._count_entry(unit)
         if self._units is not None:
             self._units.enter(unit, trains=self._trains)
@@ -132,8 +128,6 @@ class Schedule:
         if self._active[unit]:
             self._active[unit] -= 1
             self._active_total -= 1
-            if not self._active_total and id(sys.exc_info()[1]) != self._handled:
-                self._note_failed_forward()
         if self._units is not None:
             self._units.leave(unit)
         elif self._queued is not None and unit == ROOT:
@@ -270,14 +264,6 @@ class Schedule:
         for other in self._vectors_beside.get(bucket, ()):
             self.gathers.finish(other)
 
-    def start_gathers(self) -> None:
-        """Starts what is queued, before the ranks agree on something between two steps.
-
-        One that has evaluated alone has started it already, and waits for the others' part.
-        """
-        if self._queued is not None:
-            self._queued.start_all()
-
     # -- guard.ValueKeeper ---------------------------------------------------------------------------------------
 
     def make_readable(self, param: EagerParamBase) -> None:
@@ -380,9 +366,14 @@ class Schedule:
 
     def explain(self, error: Exception) -> Exception | None:
         """Part of ``backward.BackwardListener``: what an operation without its parameter's value says is no help."""
-        if all(buffer.status is Status.READY for buffer in self.buffers):
+        if self._units is None or not any(sign in str(error) for sign in _SIGNS_OF_FREED):
             return None
-        return guard.explain_freed(error, self.reducer.rank)
+        return StateError(
+            f"rank {self.reducer.rank}: the backward needs the value of a parameter that is sharded again. An "
+            "operation outside every layer's forward has used it, or one whose result a layer neither returned nor "
+            "kept as an attribute. Run forward and backward inside 'with hp_sharding.full_parameters(model):', or use "
+            "the parameter in the forward of a layer that returns what comes of it"
+        )
 
     def _end_units(self) -> None:
         if self._units is None:
@@ -403,12 +394,7 @@ class Schedule:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Start of ``step()``: nothing is inside a forward any more, and no parameter has left its bucket.
-
-        Raises:
-            StateError: nothing may change while a backward is under way.
-        """
-        backward.check_outside(f"rank {self.reducer.rank}: step() or load()")
+        """Start of ``step()``: nothing is inside a forward any more, and no parameter has left its bucket."""
         self.forget_forward()
         if self._timeline.enabled:
             self._timeline.enter("step()", "")
@@ -426,12 +412,8 @@ class Schedule:
         """Forgets what was noted of forwards so far: units left open, and how often each was entered."""
         if self._timeline.enabled:
             self._timeline.reset()
-        if self._active_total:  # an interrupt has ended it, past all hooks
-            self._note_failed_forward()
         self._close_units()
         self._entries = [0] * len(self._entries)
-        if self._queued is not None:
-            self._queued.in_use = False  # forwards that raised may have come further on some ranks than on others
 
     def adopt_layout(self, buffers: Sequence[FusedCommBuffer], reducer: Reducer) -> None:
         """Goes on with other buckets of the same parameters. Nothing is under way, and all hooks stay as they are."""
@@ -445,10 +427,6 @@ class Schedule:
         """Takes the order that rank 0 published."""
         self.gathers.order = order
         self.learned_gather_order = None
-
-    def _note_failed_forward(self) -> None:
-        if self._trains and not backward.in_backward():
-            self.reducer.abandon()
 
     def _close_units(self) -> None:
         self._active = [0] * len(self._active)

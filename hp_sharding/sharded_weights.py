@@ -19,9 +19,8 @@ import paddle
 from paddle import nn
 from paddle.base.framework import EagerParamBase
 
-from .arguments import shown
 from .buffer import FusedCommBuffer, ShardSlice
-from .errors import ConfigError, StateError
+from .errors import ConfigError
 from .moments import Moment, moments_of
 from .views import dense, point_at
 
@@ -59,9 +58,8 @@ def optimizer_weights(
         model: structured name -> ``ShardedWeight`` of the parameters. Only names and shapes are read.
 
     Raises:
-        ConfigError: a parameter that has moments or a master is not in ``model``, or that is something else.
+        ConfigError: a parameter that has moments or a master is not in ``model``.
     """
-    check_weights(model)
     structured: dict[str, str] = {}
     for key in sorted(model):  # of tied ones the first counts, as in Paddle
         structured.setdefault(model[key].local_tensor.name, key)
@@ -83,31 +81,11 @@ def optimizer_weights(
     return found
 
 
-def check_weights(model: Any) -> None:
-    """Raises ConfigError for what is no ``model.sharded_state_dict()``."""
-    is_mapping = isinstance(model, Mapping)
-    wrong = [key for key in model if not hasattr(model[key], "local_tensor")] if is_mapping else []
-    if not is_mapping or wrong:
-        found = f"{shown(wrong[0])}: {shown(model[wrong[0]])}" if wrong else shown(model)
-        raise ConfigError(
-            "model_sharded_state_dict: expected a dict of names and ShardedWeights, as model.sharded_state_dict() "
-            f"gives it, found {found}"
-        )
-
-
-def model_weights(model: nn.Layer | None, buffers: Iterable[FusedCommBuffer]) -> dict[str, Any]:
+def model_weights(model: nn.Layer, buffers: Iterable[FusedCommBuffer]) -> dict[str, Any]:
     """``model.sharded_state_dict()``, with this rank's part in the place of each parameter that is freed.
 
     Where precision is mixed a part is a copy, in the parameter's dtype.
-
-    Raises:
-        StateError: the model is gone.
     """
-    if model is None:
-        raise StateError(
-            "model_sharded_state_dict: the model that this optimizer was made for is gone. Keep it as long as the "
-            "optimizer"
-        )
     freed = {
         id(param): (buffer, [piece for piece in buffer.slices if piece.param == index])
         for buffer in buffers

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,8 +13,6 @@ from paddle import nn
 from paddle.base.framework import EagerParamBase
 
 from . import guard, hooks
-from .alike import About, about_training, check_alike
-from .arguments import shown
 from .assembly import CONTROL, Foundation, LayOut, Member, assemble
 from .broadcast import broadcast_state, check_state_exists
 from .buffer import BufferPlace, FusedCommBuffer, Status
@@ -25,10 +22,10 @@ from .comm import (
     allocated_bytes,
     create_communicators,
     current_device,
+    fingerprint,
 )  # fmt: skip
 from .config import ShardingConfig
 from .errors import ConfigError
-from .failure import FailureReporter
 from .layout import ITEM_BYTES, BucketLayout, ParamSpec, plan_buckets
 from .optimizer import ShardedOptimizer
 from .plain import PlainOptimizer
@@ -104,7 +101,6 @@ def shard(
     Raises:
         ConfigError: wrapped before, an optimizer that cannot be sharded or has made a step, parameters that the model
             does not have or that have no value yet, or a layer that cannot be served. No collective has then started.
-            Or model, optimizer or settings are not the same on all ranks: says what, on every rank.
         CommError: a rank has not come within ``timeout_s``, or is gone.
     """
     grid = _grid(shard_group, replicate_group, tensor_parallel_group)
@@ -115,35 +111,28 @@ def shard(
             "a dict"
         )
     check_wrap(model, optimizer)
-    check_units(model, config)
     check_dtypes(model, optimizer, config)
     if grid.n_ranks > 1 or grid.tensor:
         check_split(optimizer, grid.tensor)
         check_fresh(optimizer)
         check_state_exists(model)
-    about = about_training(model, optimizer, config)
-    lanes = open_lanes(model, grid, about=about, timeout_s=config.timeout_s)
-    return shard_over(model, optimizer, config, lanes=lanes, compared=True)
+    return shard_over(model, optimizer, config, lanes=open_lanes(model, grid, timeout_s=config.timeout_s))
 
 
-def open_lanes(model: nn.Layer, grid: Grid, *, about: About, timeout_s: float) -> dict[str, Communicator]:
-    """Connects the ranks and gives all of them the first one's parameters and buffers. Nothing for one rank.
-
-    Raises:
-        ConfigError: what ``about`` says is not the same on all ranks. No tensor of the model has then been sent.
-    """
+def open_lanes(model: nn.Layer, grid: Grid, *, timeout_s: float) -> dict[str, Communicator]:
+    """Connects the ranks and gives all of them the first one's parameters and buffers. Nothing for one rank."""
     if grid.n_ranks == 1 and len(grid.tensor) < 2:
         return {}
     lanes = connect(grid, timeout_s=timeout_s)
-    check_alike(about, lanes)
     broadcast_model(model, lanes)
     return lanes
 
 
 def connect(grid: Grid, *, timeout_s: float) -> dict[str, Communicator]:
     """The lanes that ``build`` needs. Collective."""
+    debug = [fingerprint.LANE] if fingerprint.is_wanted() else []
     control = [CONTROL[0]] if current_device().has_streams else []
-    lanes = create_communicators(grid.shard, LANES, host_lanes=control, timeout_s=timeout_s)
+    lanes = create_communicators(grid.shard, LANES, host_lanes=[*control, *debug], timeout_s=timeout_s)
     if len(grid.replicate) > 1:
         host_lanes = [CONTROL[1]]
         lanes |= create_communicators(grid.replicate, REPLICA_LANES, host_lanes=host_lanes, timeout_s=timeout_s)
@@ -168,14 +157,9 @@ def shard_over(
     config: ShardingConfig,
     *,
     lanes: dict[str, Communicator],
-    compared: bool = False,
 ) -> ShardedOptimizer | PlainOptimizer:
-    """``shard`` over what ``open_lanes`` returned. Raises ConfigError before any tensor is sent.
-
-    ``compared`` says that the ranks have told each other all about it already.
-    """
+    """``shard`` over what ``open_lanes`` returned. Raises ConfigError before any collective starts."""
     check_wrap(model, optimizer)
-    check_units(model, config)
     baseline_bytes = allocated_bytes() - _param_bytes(model)
     if not lanes and (config.is_mixed or config.gradient_divisor(1) != 1):
         me = paddle.distributed.get_rank()
@@ -187,8 +171,6 @@ def shard_over(
         return PlainOptimizer(optimizer, config, baseline_bytes, names=names, model=model)
     check_split(optimizer, lanes["tensor"].ranks if "tensor" in lanes else ())
     check_fresh(optimizer)
-    if not compared:
-        check_alike(about_training(model, optimizer, config), lanes)
     sharded = build(model, optimizer, config, lanes=lanes)
     sharded._baseline_bytes = baseline_bytes
     return sharded
@@ -247,17 +229,6 @@ def check_wrap(model: nn.Layer, optimizer: paddle.optimizer.Optimizer) -> None:
         raise ConfigError(sparse)
 
 
-def check_units(model: nn.Layer, config: ShardingConfig) -> None:
-    """Raises ConfigError for ``units`` and ``reshard_after_forward`` that name nothing in the model."""
-    kinds = () if isinstance(config.units, str) else tuple(config.units)
-    if kinds and not any(isinstance(layer, kinds) for layer in model.sublayers(include_self=True)):
-        raise ConfigError(
-            f"units={shown(list(kinds))}: expected classes of layers in this {type(model).__name__}, which has none of "
-            "them. Leave units out, or name the class of its blocks"
-        )
-    _kept_units(find_units(model, config.units), config)
-
-
 def check_dtypes(model: nn.Layer, optimizer: paddle.optimizer.Optimizer, config: ShardingConfig) -> None:
     """Raises ConfigError for a dtype setting that some parameter cannot honour."""
     held = {id(param) for param in optimizer_params(optimizer)}
@@ -289,7 +260,7 @@ def build(
         optimizer: see ``shard``.
         config: see ``shard``.
         lanes: a Communicator for each name in ``LANES``, in ``REPLICA_LANES`` where there are replicas, and in
-            ``CONTROL`` where the host needs its own.
+            ``CONTROL`` where the host needs its own; one more compares what the ranks launch on these.
         pool: where freed storage goes; None for a pool of its own.
         lay_out: makes the buckets; a plan has others than real training.
     """
@@ -298,8 +269,10 @@ def build(
     kept = _kept_units(plan, config)
     held = {id(param) for param in optimizer_params(optimizer)}
     entries = [entry for entry in plan.params if _is_sharded(entry.param, held, config)]
-    fingerprint = Fingerprint(lanes, own=(LANES[0], CONTROL[0]))
-    gather = fingerprint.lanes["gather"]
+    compared = Fingerprint(lanes[fingerprint.LANE]) if fingerprint.LANE in lanes else None
+    if compared is not None:
+        lanes = compared.watch({name: lane for name, lane in lanes.items() if name != fingerprint.LANE})
+    gather = lanes["gather"]
     masters = has_masters(optimizer, config)
     exempt = kept_as_they_are(model, config.param_dtype)
     members = [
@@ -307,8 +280,7 @@ def build(
         for entry in entries
     ]
     timeline = Timeline(config.timeline, on_device=current_device().has_streams, new_mark=gather.mark)
-    unit_names = [unit.name for unit in plan.units]
-    foundation = Foundation(optimizer, members, unit_names, fingerprint.lanes, timeline, lay_out, fingerprint)
+    foundation = Foundation(optimizer, members, [unit.name for unit in plan.units], lanes, timeline, lay_out)
     begun = begin(foundation, config) if config.tunes else config
     layouts = foundation.plan(begun)
     pool = pool or (DevicePool() if current_device().has_streams else StoragePool())
@@ -317,7 +289,7 @@ def build(
     buffers = [FusedCommBuffer(layout, foundation.params_of(layout), place) for layout in layouts]
     arena, reducer, updates = assemble(foundation, begun, buffers)
     if config.broadcast_buffers:
-        reducer.running = RunningState(model, _model_lanes(fingerprint.lanes), timeline)
+        reducer.running = RunningState(model, _model_lanes(lanes), timeline)
     schedule = Schedule(
         model, plan, buffers=buffers, reducer=reducer, ahead=begun.units_ahead, kept=kept, timeline=timeline
     )
@@ -329,11 +301,9 @@ def build(
         config=begun,
         names=foundation.names(layouts),
         timeline=timeline,
+        fingerprint=compared,
     )
-    timeline.subject = ShardedSubject(sharded, plan, fingerprint.lanes.get("tensor"))
-    schedule.reporter = FailureReporter(
-        schedule, timeline, fingerprint.history, lanes=lanes, names=foundation.param_names()
-    )
+    timeline.subject = ShardedSubject(sharded, plan, lanes.get("tensor"))
     if config.tunes:
         sharded.tuning = Tuner(sharded, foundation, config)
     keep_schedule(model, schedule)
@@ -349,21 +319,12 @@ def build(
 def full_parameters(model: nn.Layer) -> Iterator[nn.Layer]:
     """Inside, every parameter of a wrapped model is readable and writable; what is written is kept.
 
-    Collective: every rank enters and leaves it, and writes the same. With a model that is not wrapped it does nothing.
+    Collective: every rank enters and leaves it, and writes the same. Outside a wrapped model it does nothing.
 
     Raises:
-        ConfigError: not a layer; or a layer of a wrapped model or one around it, and not the very model.
         CommError: a gather failed.
     """
-    if not isinstance(model, nn.Layer):
-        raise ConfigError(f"model: expected a paddle.nn.Layer, got {type(model).__name__}")
     schedule = schedule_of(model)
-    shared = guard.held_param(model) if schedule is None else None
-    if shared is not None:
-        raise ConfigError(
-            f"full_parameters: parameter '{shared}' belongs to a model that is sharded, of which this "
-            f"{type(model).__name__} is a layer or a wrapper. Pass the very model that was wrapped"
-        )
     if schedule is None:
         yield model
         return
@@ -396,31 +357,14 @@ def _grid(shard_group: Any, replicate_group: Any, tensor_group: Any) -> Grid:
 
 
 def _ranks(name: str, group: Any) -> list[int]:
-    me, world = paddle.distributed.get_rank(), paddle.distributed.get_world_size()
-    ranks = _as_ranks(getattr(group, "ranks", group))
-    if me not in ranks:
-        raise ConfigError(
-            f"{name}: expected a Paddle group or ranks, this process's ({me}) among them, not {shown(group)}"
-        )
-    # Before the environment is there nobody knows how many there will be.
-    beyond = [rank for rank in ranks if rank < 0 or (rank >= world and paddle.distributed.is_initialized())]
-    if beyond or len(set(ranks)) < len(ranks):
-        raise ConfigError(
-            f"{name}: expected each of its ranks once, and all of them from 0 to {world - 1}, not {shown(ranks)}"
-        )
-    return ranks
-
-
-def _as_ranks(given: Any) -> list[int]:
-    """A list or the like of whole numbers, in an order that all ranks agree on; empty for anything else."""
-    if isinstance(given, (str, bytes, bytearray, Mapping, set, frozenset, paddle.Tensor)):
-        return []
+    me = paddle.distributed.get_rank()
     try:
-        ranks = list(given)
-    except TypeError:
-        return []
-    whole = all(isinstance(rank, numbers.Integral) and not isinstance(rank, bool) for rank in ranks)
-    return [int(rank) for rank in ranks] if whole else []
+        ranks = [int(rank) for rank in getattr(group, "ranks", group)]
+    except (TypeError, ValueError):
+        ranks = []
+    if me not in ranks:
+        raise ConfigError(f"{name}: expected a Paddle group or ranks, this process's ({me}) among them, not {group!r}")
+    return ranks
 
 
 def _spec(entry: UnitParam, config: ShardingConfig, *, masters: bool) -> ParamSpec:

@@ -119,11 +119,7 @@ def _clips(optimizer: paddle.optimizer.Optimizer) -> list[Any]:
 
 
 class InnerUpdates:
-    """Applies the inner optimizer to this rank's slices.
-
-    Attributes:
-        touched: set as soon as the inner optimizer may have changed a slice or a moment.
-    """
+    """Applies the inner optimizer to this rank's slices."""
 
     def __init__(
         self,
@@ -147,7 +143,6 @@ class InnerUpdates:
         self._clipper: NormClipper | None = None
         self._clip_settings: Any = None
         self._known_clips = _clips(inner)
-        self.touched = False
         self._add_parts([buffer.layout.number for buffer in buffers if not buffer.layout.frozen])
         inner._add_param_group, inner.step, inner.minimize = _refuse_group, _refuse_step, _refuse_step
         ratio = getattr(inner, "_lr_ratio", None)
@@ -264,14 +259,12 @@ class InnerUpdates:
             if isinstance(settings.get("grad_clip"), _NORM_CLIPS):
                 settings["grad_clip"] = None
             request = defaultdict(list, params=pairs, **settings)
-            self.touched = True
             self._inner._apply_optimize(None, None, request, param_group_idx=group)
             return
         clip = self._inner._grad_clip
         try:
             if isinstance(clip, _NORM_CLIPS):
                 self._inner._grad_clip = None  # done on the arena, over all ranks
-            self.touched = True
             self._inner._apply_optimize(None, None, pairs, param_group_idx=0)
         finally:
             self._inner._grad_clip = clip

@@ -193,13 +193,6 @@ class WaitingLane(Communicator):
         while not work.done():
             self._deliver_first()
 
-    def deliver_next(self) -> None:
-        """Delivers the oldest work, if there is one and what it follows is done."""
-        if self._pending:
-            after = self._pending[0].after
-            if after is None or after.done():
-                self._deliver_first()
-
     def _start(self, op: str, label: str, transfer: Transfer, after: Work | None) -> WaitingWork:
         numel = transfer.input.size // transfer.types.own.item_bytes
         nbytes = numel * transfer.types.wire.item_bytes * (self.nranks if op == "reduce_scatter" else 1)

@@ -115,8 +115,8 @@ class RankFailure(AssertionError):
 
 
 def machine_env() -> dict[str, str]:
-    """Environment for every test, before Paddle's import: one thread, MKL told about AMD."""
-    env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    """Environment for every test, before Paddle's import: one thread, MKL told about AMD, our own debug mode."""
+    env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HP_SHARDING_DEBUG": "1"}
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text():
         env["MKL_DEBUG_CPU_TYPE"] = "5"

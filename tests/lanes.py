@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import paddle
 
-from hp_sharding.comm import Communicator, Work, current_device
+from hp_sharding.comm import Communicator, Work, current_device, fingerprint
 from hp_sharding.comm.memory import bytes_of
-from hp_sharding.comm.statements import Statements
 from hp_sharding.config import ShardingConfig
 from hp_sharding.optimizer import ShardedOptimizer
 from hp_sharding.sharding import Grid, broadcast_model, build, connect
@@ -37,7 +36,7 @@ class Call(NamedTuple):
     nbytes: int
 
 
-class Delay(Work):
+class _Delay(Work):
     """Takes ``delay_s`` once the lane has come to it and the work that it stands behind is done."""
 
     def __init__(self, delay_s: float, after: Work | None) -> None:
@@ -120,17 +119,6 @@ class LateLane(Communicator):
     def is_broken(self) -> bool:
         return self._inner.is_broken
 
-    @property
-    def statements(self) -> Statements | None:
-        return self._inner.statements
-
-    @property
-    def next_number(self) -> int:
-        return self._inner.next_number
-
-    def n_under_way(self) -> int:
-        return self._inner.n_under_way()
-
     def close(self) -> None:
         """The lane below is shared with later tests."""
 
@@ -139,7 +127,7 @@ class LateLane(Communicator):
         return work
 
     def _late(self, after: Work | None) -> Work | None:
-        return Delay(self._random.uniform(0.1, 1.0) * self._delay_s, after) if self._delay_s else after
+        return _Delay(self._random.uniform(0.1, 1.0) * self._delay_s, after) if self._delay_s else after
 
 
 class Wrapped(NamedTuple):
@@ -175,6 +163,7 @@ def wrap(
     on_device = current_device().has_streams
     delay_s = 0.0 if on_device else delay_s
     late = {name: LateLane(lane, calls, delay_s) if poison else lane for name, lane in lanes.items()}
+    late[fingerprint.LANE] = lanes[fingerprint.LANE]
     pool = PoisoningPool() if poison and not on_device else None
     return Wrapped(model, build(model, inner, ShardingConfig(**settings), lanes=late, pool=pool), calls)
 

@@ -10,8 +10,7 @@ import paddle
 from hp_sharding.arena import GradientArena
 from hp_sharding.buffer import BufferPlace, FusedCommBuffer
 from hp_sharding.layout import BucketRules, ParamSpec, plan_buckets
-from hp_sharding.reduce_lanes import ReduceLanes
-from hp_sharding.reduction import Reducer, ReduceRules
+from hp_sharding.reduction import ReduceLanes, Reducer, ReduceRules
 from hp_sharding.timeline import Timeline
 from tests.fakes import Event, PoisoningPool, WaitingLane
 
@@ -111,7 +110,7 @@ class Pipeline:
         agreement = self.reducer._agreements[-1]
         agreement.work.wait()
         n_buckets = len(self.buffers)
-        theirs = np.zeros(agreement._counts.shape[0], "int32")
+        theirs = np.zeros(2 + n_buckets + len(self.params), "int32")
         theirs[1] = failed
         theirs[[2 + bucket for bucket in repeats]] = 1
         theirs[[2 + n_buckets + index for index in used]] = 1

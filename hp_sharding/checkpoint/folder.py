@@ -203,7 +203,7 @@ class Save:
         # it commits at this moment, one of the two sees the other.
         own, self._own = self._own, []
         for path in own:
-            if path.suffix in (".json", ".failed") or self._may_go(self.save_id):
+            if path.suffix == ".json" or self._may_go(self.save_id):
                 _remove(path)
 
     def _index_now(self) -> bytes | None:

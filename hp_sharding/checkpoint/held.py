@@ -252,13 +252,7 @@ class Held:
         }
 
     def keep_writes(self) -> None:
-        """Values that were written to parameters past every guard reach the shards, which are what counts.
-
-        Raises:
-            StateError: a step was broken off, so that there is nothing whole to save.
-        """
-        if isinstance(self.optimizer, ShardedOptimizer):
-            self.optimizer.check_usable()
+        """Values that were written to parameters past every guard reach the shards, which are what counts."""
         for buffer in self.buffers:
             if buffer.status is Status.READY:
                 buffer.keep_writes(takes_back=not buffer.place.keeps_full)
@@ -268,8 +262,6 @@ class Held:
         """Before shards are written: gradients are forgotten, and no gather reads shards. Collective."""
         tuning = getattr(self.optimizer, "tuning", None)
         with tuning.paused() if tuning is not None else contextlib.nullcontext():
-            if isinstance(self.optimizer, ShardedOptimizer):
-                self.optimizer.torn = None  # all that a broken step has changed is about to be written
             if self.optimizer is not None:
                 self.optimizer.clear_grad(set_to_zero=False)  # they are of other values
         if self.schedule is not None:
@@ -311,11 +303,8 @@ def _inner_of(model: nn.Layer, optimizer: Any) -> Any:
     schedule = schedule_of(model)
     if isinstance(optimizer, ShardedOptimizer):
         if optimizer._schedule is not schedule:
-            raise ConfigError(
-                "the optimizer was wrapped with another model than the one given. Pass the very model that it was "
-                "wrapped with"
-            )
-        optimizer.check_loadable()
+            raise ConfigError("the optimizer was wrapped with another model than the one given")
+        optimizer.check_usable()
         return optimizer._inner
     if schedule is not None:
         raise ConfigError(

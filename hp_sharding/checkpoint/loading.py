@@ -21,7 +21,6 @@ import paddle
 from paddle import nn
 from paddle.optimizer.lr import LRScheduler
 
-from ..arguments import as_flag, as_path
 from ..buffer import FusedCommBuffer
 from ..errors import CheckpointError, CommError
 from ..moments import drop_moments, keeps_master, make_moments, set_master
@@ -33,7 +32,7 @@ from .held import Held, HeldTensor, Part
 from .matching import Matched, MomentsMatch, match
 from .ranks import Ranks
 from .rng import set_rng_state
-from .saving import FOLDER, check_scaler, finish_pending
+from .saving import check_scaler, finish_pending
 from .schedulers import scheduler_state, set_scheduler_state
 from .source import TensorSource
 
@@ -84,17 +83,15 @@ def load(
 
     Raises:
         CheckpointError: it is incomplete, damaged, of a newer version, or does not fit; names file and parameter.
-        ConfigError: model and optimizer do not belong together, or an argument is not what it should be.
+        ConfigError: model and optimizer do not belong together.
         CommError: a rank is gone or late.
     """
-    folder = as_path("path", path, FOLDER)
-    return load_from(lambda: open_checkpoint(folder), Held(model, optimizer), scaler=scaler, strict=strict)
+    return load_from(lambda: open_checkpoint(path), Held(model, optimizer), scaler=scaler, strict=strict)
 
 
 def load_from(open_source: Callable[[], TensorSource], held: Held, *, scaler: Any, strict: bool) -> Loaded:
     """``load`` from any source. ``open_source`` may raise a CheckpointError on some ranks only."""
     check_scaler(scaler)
-    strict = as_flag("strict", strict)
     _settle_pending(held)
     ranks = held.ranks
     with _opened(open_source, ranks) as source:

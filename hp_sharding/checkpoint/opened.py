@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..arguments import as_path
 from ..errors import CheckpointError
 from .durable import failed
 from .index import Index, Place
@@ -109,9 +108,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
     Raises:
         CheckpointError: the folder is there and cannot be read.
-        ConfigError: it is no path.
     """
-    folder = as_path("folder", folder, "the path of a folder of checkpoints")
     try:
         paths = sorted(Path(folder).iterdir())
     except FileNotFoundError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import heapq
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from ..comm import Communicator, current_device, host_tensor
 from ..config import ShardingConfig
 from ..errors import CheckpointError, CommError
 from ..optimizer import ShardedOptimizer
-from ..schedule import Schedule
 
 _FIRST_SIGN_S = 0.02
 _TEXT_BYTES = 2000
@@ -38,7 +36,6 @@ class Ranks:
         self.shard = self.replicate = self.tensor = (0, 1)
         self._agree: Sequence[Communicator] = ()
         self._tensor: Communicator | None = None
-        self._schedule: weakref.ref[Schedule] | None = None
         self.timeout_s = ShardingConfig().timeout_s
         if isinstance(optimizer, ShardedOptimizer):
             lanes = optimizer._reducer.lanes
@@ -47,7 +44,6 @@ class Ranks:
             self._tensor = optimizer._updates.sums.tensor
             self.tensor = _place(self._tensor)
             self._agree = lanes.agree
-            self._schedule = weakref.ref(optimizer._schedule)
             self.timeout_s = optimizer.config.timeout_s
 
     @property
@@ -72,7 +68,6 @@ class Ranks:
 
     def sum_of(self, values: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The sum of every rank's ``values``, of one length on all ranks. Collective."""
-        self._start_gathers()
         summed = self._sum_over_data(values)
         if self._tensor is None:
             return summed
@@ -111,8 +106,6 @@ class Ranks:
         Raises:
             CheckpointError: where it succeeded, with the message of a rank where it did not.
         """
-        if takes_long:
-            self._start_gathers()
         signs = _Signs(self) if takes_long and self._agree else None
         try:
             yield
@@ -124,12 +117,6 @@ class Ranks:
             self._compare(error)
             raise
         self._compare(None)
-
-    def _start_gathers(self) -> None:
-        """Where a rank has evaluated alone its gathers stand on the same lane, ahead of what is agreed on here."""
-        schedule = self._schedule() if self._schedule is not None else None
-        if schedule is not None:
-            schedule.start_gathers()
 
     def _compare(self, error: Exception | None) -> None:
         if self.n_ranks == 1:

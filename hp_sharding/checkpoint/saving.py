@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,6 @@ import paddle
 from paddle import nn
 from paddle.optimizer.lr import LRScheduler
 
-from ..arguments import as_flag, as_path, wrong_value
 from ..errors import CheckpointError, ConfigError
 from . import folder, values
 from .blocks import copied, host_blocks
@@ -41,7 +40,6 @@ _POLL_S = 0.05
 _LONGEST_POLL_S = 1.0
 _LAST_SHARES_S = 10.0
 """How long shares may still come once a rank is gone."""
-FOLDER = "the path of a folder"
 _PENDING: weakref.WeakKeyDictionary[nn.Layer, PendingSave] = weakref.WeakKeyDictionary()
 """Of each model, the save that has not been waited for."""
 
@@ -83,14 +81,12 @@ def save(
     Raises:
         CheckpointError: a file cannot be written, ``extra`` holds what a checkpoint cannot, or differs between ranks;
             on every rank. Nothing new is left behind.
-        ConfigError: model and optimizer do not belong together, or an argument is not what it should be.
+        ConfigError: model and optimizer do not belong together.
         CommError: a rank is gone or late.
     """
-    path = as_path("path", path, FOLDER)
-    behind = as_flag("asynchronous", asynchronous)
     held = Held(model, optimizer)
     check_scaler(scaler)
-    _check_caller(held)
+    _check_caller(held, path)
     try:
         finish_pending(model)
     except CheckpointError as error:
@@ -104,13 +100,13 @@ def save(
         digest = values.digest(of_extra) if ranks.n_ranks > 1 else 0
     save_id = _agree_on_id(ranks, Path(path).name, digest)
     with ranks.together():
-        pieces = [_tensor_piece(share, copy=behind) for share in own_shares(held)]
+        pieces = [_tensor_piece(share, copy=asynchronous) for share in own_shares(held)]
         pieces += _state_pieces(own, f"rank/{ranks.rank}/state")
         if ranks.is_first:
             pieces += [array_piece(name, array) for name, array in shared.arrays.items()]
         place = folder.Save(Path(path), save_id, ranks.rank, ranks.n_ranks)
     pending = PendingSave(place, ranks, pieces=pieces, described=Described(shared.json, held.all_aliases()))
-    if behind:
+    if asynchronous:
         pending.start()
         _PENDING[model] = pending
     else:
@@ -120,13 +116,13 @@ def save(
 
 def check_scaler(scaler: Any) -> None:
     """Raises ConfigError for what is no scaler."""
-    # The optimizer has the last two as well.
-    has_all = all(hasattr(scaler, name) for name in ("scale", "state_dict", "load_state_dict"))
-    if scaler is not None and (isinstance(scaler, type) or not has_all):
-        raise wrong_value("scaler", scaler, "a paddle.amp.GradScaler, or None for none")
+    if scaler is not None and not (hasattr(scaler, "state_dict") and hasattr(scaler, "load_state_dict")):
+        raise ConfigError(f"scaler: expected a paddle.amp.GradScaler, got {type(scaler).__name__}")
 
 
-def _check_caller(held: Held) -> None:
+def _check_caller(held: Held, path: str | PathLike[str]) -> None:
+    if not fspath(path):
+        raise ConfigError("path: expected the path of a folder, got an empty one")
     rank = paddle.distributed.get_rank()
     if held.schedule is None and rank != 0:
         raise ConfigError(

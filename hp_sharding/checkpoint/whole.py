@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from os import PathLike
-from pathlib import Path
+from os import PathLike, fspath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,6 @@ import numpy.typing as npt
 import paddle
 from paddle import nn
 
-from ..arguments import as_path, shown, wrong_value
 from ..buffer import FusedCommBuffer
 from ..comm import Communicator, Work
 from ..errors import CheckpointError, ConfigError
@@ -36,7 +34,6 @@ from .source import MODEL, OPTIMIZER, STORAGE, TensorInfo
 from .whole_files import WholeFiles, write_paddle, write_safetensors
 
 _WRITERS = {"paddle": write_paddle, "safetensors": write_safetensors}
-_PREFIX = "the path of files without their ending"
 _DTYPES = list(STORAGE)
 _BLOCK_BYTES = 1 << 20
 """What is sent at a time. Ranks that receive hold two of these beside the parameter that the first puts together."""
@@ -66,15 +63,12 @@ def save_full(path: str | PathLike[str], model: nn.Layer, optimizer: Any = None,
         CheckpointError: a file cannot be written; on every rank. The files that were there still are, unless it was
             only the last step that failed: then, as after a kill between the two, the optimizer's file is the new one
             and the weights are the old ones.
-        ConfigError: model and optimizer do not belong together, no path, an unknown format, or layers that are split
-            over tensor-parallel ranks.
+        ConfigError: model and optimizer do not belong together, an unknown format, or layers that are split over
+            tensor-parallel ranks.
         CommError: a rank is gone or late.
     """
-    prefix = as_path("path", path, _PREFIX)
-    if not Path(prefix).name or prefix.endswith("/"):
-        raise wrong_value("path", path, f"{_PREFIX}, and not of a folder")
-    if not isinstance(format, str) or format not in _WRITERS:
-        raise ConfigError(f"format: expected one of {', '.join(map(repr, _WRITERS))}, got {shown(format)}")
+    if format not in _WRITERS:
+        raise ConfigError(f"format: expected one of {', '.join(map(repr, _WRITERS))}, got {format!r}")
     held = Held(model, optimizer)
     if held.ranks.tensor[1] > 1:
         raise ConfigError(
@@ -88,7 +82,7 @@ def save_full(path: str | PathLike[str], model: nn.Layer, optimizer: Any = None,
     with held.ranks.together():
         try:
             if held.ranks.is_first:
-                _WRITERS[format](prefix, state, stream.fetch, wrote=stream.wrote)
+                _WRITERS[format](fspath(path), state, stream.fetch, wrote=stream.wrote)
         except BaseException:
             stream.drain(failed=True)  # the others send until they know
             raise
@@ -111,11 +105,10 @@ def load_full(path: str | PathLike[str], model: nn.Layer, optimizer: Any = None,
     Raises:
         CheckpointError: files are missing, damaged, or do not fit; on every rank, and nothing has changed. There are
             no checksums in such files: a value that changed on the disk goes unnoticed.
-        ConfigError: model and optimizer do not belong together, or an argument is not what it should be.
+        ConfigError: model and optimizer do not belong together.
         CommError: a rank is gone or late.
     """
-    prefix = as_path("path", path, f"{_PREFIX}, or of one of them")
-    return load_from(lambda: WholeFiles(prefix), Held(model, optimizer), scaler=None, strict=strict)
+    return load_from(lambda: WholeFiles(path), Held(model, optimizer), scaler=None, strict=strict)
 
 
 _EVERY_RANK = -1

@@ -11,31 +11,23 @@ from ..errors import ConfigError
 from .communicator import Communicator, Mark, Stall, Work
 from .convert import add_into, cast_into, is_rounded
 from .device import Device, allocated_bytes, current_device, host_tensor
-from .fingerprint import BITS, Fingerprint, Prints
-from .history import History, Launch
+from .fingerprint import Fingerprint
 from .rendezvous import collision_free_groups
-from .wording import called, different_ways
 
 __all__ = [
-    "BITS",
     "Communicator",
     "Device",
     "Fingerprint",
-    "History",
-    "Launch",
     "Mark",
-    "Prints",
     "Stall",
     "Work",
     "add_into",
     "allocated_bytes",
-    "called",
     "cast_into",
     "close_all",
     "collision_free_groups",
     "create_communicators",
     "current_device",
-    "different_ways",
     "host_tensor",
     "is_rounded",
 ]
@@ -50,8 +42,7 @@ def create_communicators(
 ) -> dict[str, Communicator]:
     """Makes one communicator for each lane.
 
-    Collective over ``ranks``: all of them call it with the same arguments. When nobody in this process has any of them
-    any more, they end by themselves, for the other ranks too: no collective, and nobody waits.
+    Collective over ``ranks``: all of them call it with the same arguments.
 
     Args:
         ranks: global ranks in group order; this process's own among them.
@@ -77,14 +68,13 @@ def create_communicators(
 
     device = current_device()
     if not device.has_streams or not names:
-        return dict(TcpGroup(members, me, [*names, *host_names], timeout_s=timeout_s).handles())
+        return dict(TcpGroup(members, me, [*names, *host_names], timeout_s=timeout_s).communicators)
     from .stream_group import StreamGroup
 
     control = TcpGroup(members, me, host_names or ["control"], timeout_s=timeout_s)
-    on_host = control.handles()
     streams = StreamGroup(members, me, names, device=device, control=control, timeout_s=timeout_s)
-    made = streams.handles(needs=on_host.values())
-    return {**made, **on_host} if host_names else dict(made)
+    on_host = control.communicators if host_names else {}
+    return {**streams.communicators, **on_host}
 
 
 def close_all() -> None:

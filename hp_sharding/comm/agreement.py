@@ -20,10 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from .standstill import Ring, Standstill, Wait
-from .statements import Statements
-from .wording import called, different_ways
-
 # How long a process that is alive may take to say so: its watcher answers whatever its script does.
 _ROLL_CALL_S = 2.0
 
@@ -39,7 +35,7 @@ class Token(NamedTuple):
     label: str
 
     def __str__(self) -> str:
-        return called(self.what, self.nbytes, self.label)
+        return f"{self.what} of {self.nbytes} bytes labelled {self.label!r}"
 
 
 class Cause(NamedTuple):
@@ -89,20 +85,12 @@ class Agreement:
         ranks: global ranks of the group.
         me: this process's global rank.
         tell: sends a message to all other members; must not call back.
-
-    Attributes:
-        ranks: see above; so is ``me``.
-        broken: why nothing goes on any more; None while it does.
-        standstill: told of this rank's launches and waits.
-        statements: what the members say of themselves once something has failed.
     """
 
     def __init__(self, ranks: tuple[int, ...], me: int, tell: Callable[[Message], None]) -> None:
         self.ranks = ranks
         self.me = me
         self.broken: Cause | None = None
-        self.standstill = Standstill(me, tell)
-        self.statements = Statements(ranks, me, tell)
         self._tell = tell
         # One lock for all, but a condition for each lane: what concerns one does not wake the threads of the others.
         self._lock = threading.Lock()
@@ -161,10 +149,6 @@ class Agreement:
                     return lane
         return None
 
-    def check_standstill(self) -> None:
-        """Ends all lanes where ranks wait for each other. Call now and then, from the thread that calls ``hear``."""
-        self._end_standstill(self.standstill.speak())
-
     def break_off(self, cause: Cause, *, tell: bool = True) -> None:
         """Ends all lanes of the group for good. The first cause stays; later ones are consequences."""
         with self._lock:
@@ -178,16 +162,9 @@ class Agreement:
             self._tell(["abort", cause.text, cause.peer])
         for ledger in self._ledgers.values():
             ledger.listener.drop_after(-1, cause)
-        self.statements.note_failure()
 
-    def n_finished(self, lane: str) -> int:
-        """How many collectives of the lane have ended well."""
-        return self._ledgers[lane].finished + 1
-
-    def cause_of(self, text: str, timeout_s: float) -> Cause:
+    def cause_of(self, error: Exception, timeout_s: float) -> Cause:
         """Why a transfer failed: a connection does not say whose fault it is, but a dead or a silent member tells.
-
-        ``text`` says what has been seen.
 
         Blocks for up to ``timeout_s``; not for the thread that calls ``hear``.
         """
@@ -195,6 +172,7 @@ class Agreement:
         with self._lock:
             if self.broken is not None:
                 return self.broken
+        text = f"the transfer failed: {str(error) or repr(error)}"
         if silent:
             return Cause(f"{_names(silent)} does not answer: stopped, or cut off; {text}", silent[0])
         return Cause(text)
@@ -208,13 +186,12 @@ class Agreement:
             self._answered.wait_for(lambda: self.broken or len(self._answers) == len(self.ranks), timeout_s)
             return [rank for rank in self.ranks if rank not in self._answers]
 
-    def leave(self, lanes: Sequence[str], cause: Cause, *, after: str = "") -> None:
+    def leave(self, lanes: Sequence[str], cause: Cause) -> None:
         """Starts to leave lanes, all at the same moment: a work of one may follow a work of another. Does not block.
 
         Args:
             lanes: the lanes.
             cause: why; ``peer`` is the rank that was the first to leave.
-            after: what had happened to that rank elsewhere, for those who have not heard of it.
         """
         entered: dict[str, int] = {}
         with self._lock:
@@ -225,7 +202,7 @@ class Agreement:
                     ledger.last_entered_by[self.me] = entered[lane] = ledger.entered
                 ledger.changed.notify_all()
         if entered:
-            self._tell(["leave", cause.peer, entered, *([after] if after else [])])
+            self._tell(["leave", cause.peer, entered])
         for lane in lanes:
             self._settle(lane)
 
@@ -258,48 +235,36 @@ class Agreement:
             lane, sequence, what, nbytes, label = rest
             self._note(str(lane), _whole(sequence), peer, Token(str(what), _whole(nbytes), str(label)))
         elif kind == "leave":
-            self._hear_leave(peer, _whole(rest[0]), rest[1], str(rest[2]) if rest[2:] else "")
+            self._hear_leave(peer, _whole(rest[0]), rest[1])
         elif kind == "quiet":
             ledger = self._ledgers[str(rest[0])]
             with self._lock:
                 ledger.quiet.add(peer)
                 ledger.changed.notify_all()
-        elif kind == "wait":
-            lane, sequence, what, launched = rest
-            self._end_standstill(
-                self.standstill.hear(peer, Wait(str(lane), _whole(sequence), str(what), _counts(launched)))
-            )
         elif kind == "ping":
             self._tell(["pong"])
         elif kind == "pong":
             with self._lock:
                 self._answers.add(peer)
                 self._answered.notify_all()
-        elif kind == "state":
-            self.statements.hear(peer, rest[0])
         elif kind == "abort":
             at_fault = rest[1] if isinstance(rest[1], int) else peer
             self.break_off(Cause(f"rank {peer} gave up: {rest[0]}", at_fault), tell=False)
 
     def lost(self, peer: int) -> None:
         """Takes in that a member's connection has ended."""
-        self.statements.lose(peer)
         with self._lock:
             at_peace = all(peer in ledger.quiet for ledger in self._ledgers.values())
         if not at_peace:
             self.break_off(Cause(f"rank {peer} is gone: its connection ended without a goodbye", peer))
 
-    def _end_standstill(self, ring: Ring | None) -> None:
-        if ring is not None:
-            self.break_off(Cause(ring.text, ring.peer))
-
-    def _hear_leave(self, peer: int, first: int, entered: Any, after: str) -> None:
+    def _hear_leave(self, peer: int, first: int, entered: Any) -> None:
         with self._lock:
             for lane, sequence in entered.items():
                 self._ledgers[lane].last_entered_by[peer] = _whole(sequence)
         # The message may be an answer: the cause is who was the first.
-        text = f"rank {first} has left: it closed the lane, deleted its model, or its script ended"
-        self.leave(list(entered), Cause(f"{text}, after this: {after}" if after else text, first), after=after)
+        cause = Cause(f"rank {first} has left: it closed the lane, or its script has ended", first)
+        self.leave(list(entered), cause)
 
     def _note(self, lane: str, sequence: int, rank: int, token: Token) -> None:
         ledger = self._ledgers[lane]
@@ -324,7 +289,10 @@ class Agreement:
         mine = tokens[self.me]
         for peer in self.ranks:
             if tokens[peer] != mine:
-                text = different_ways(lane, sequence, (self.me, str(mine)), (peer, str(tokens[peer])))
+                text = (
+                    f"the ranks have gone different ways: as collective {sequence} of lane {lane!r} rank {self.me} has "
+                    f"{mine}, rank {peer} has {tokens[peer]}; all ranks must start the same collectives in one order"
+                )
                 raise Refused(Cause(text, peer))
 
     def _late(self, missing: list[int], timeout_s: float, mine: Token | None) -> Cause:
@@ -375,8 +343,3 @@ def _names(ranks: list[int]) -> str:
 def _whole(value: object) -> int:
     assert isinstance(value, int), value
     return value
-
-
-def _counts(value: object) -> dict[str, int]:
-    assert isinstance(value, dict), value
-    return {str(name): _whole(count) for name, count in value.items()}

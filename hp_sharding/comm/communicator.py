@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import paddle
 
-    from .statements import Statements
-
 
 class Stall:
     """A wait for a collective, seen from what computes: the time in which it did nothing but wait.
@@ -124,13 +122,11 @@ class Communicator(ABC):
         ranks: global ranks, in group order.
         rank: this process's index in ``ranks``.
         nranks: number of ranks.
-        carries_values: False where nothing really travels, as in a plan, so that no result means anything.
     """
 
     lane: str
     ranks: tuple[int, ...]
     rank: int
-    carries_values: bool = True
 
     @property
     def nranks(self) -> int:
@@ -144,23 +140,6 @@ class Communicator(ABC):
         Never blocks; may be asked from any thread. False where an implementation does not know.
         """
         return False
-
-    @property
-    def statements(self) -> Statements | None:
-        """What the group's ranks say of themselves after a failure, which lanes over the same ranks share.
-
-        None where an implementation reaches no other process.
-        """
-        return None
-
-    @property
-    def next_number(self) -> int:
-        """The number by which errors will call the next collective of this lane; 0 where they give none."""
-        return 0
-
-    def n_under_way(self) -> int:
-        """How many of its collectives are not over, as far as is known, failed ones included. Never blocks."""
-        return 0
 
     @abstractmethod
     def all_gather(

@@ -1,96 +1,107 @@
-"""Fingerprints of what a rank has launched: equal on two ranks where these have launched the same, in the same order.
+"""Finds the first collective in which ranks differ: a debugging aid, on with ``HP_SHARDING_DEBUG=1``.
 
-Every collective of a model's lanes enters the fingerprint of its lane, with its kind, label and bytes, in the order of
-the launches. Which lane's launch comes first does not count: that may differ between ranks that take different
-branches. What the ranks compare, and when, is the business of ``facts``.
+Every collective that is launched leaves a line; at the end of each step the ranks compare a digest of their lines, and
+where those differ the lines themselves. It costs a small collective of its own a step, and waits for the slowest rank.
 """
 
 from __future__ import annotations
 
-import time
-import zlib
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+import hashlib
+import os
+from collections.abc import Mapping
 
+import numpy as np
+import paddle
+
+from ..errors import CommError
 from .communicator import Communicator, Mark, Work
-from .history import History, Launch
+from .device import host_tensor
 
-if TYPE_CHECKING:
-    from collections import deque
-
-    import paddle
-
-    from .statements import Statements
-
-BITS = 32
-"""Of a fingerprint."""
-_MASK = (1 << BITS) - 1
-_FACTOR = 0x9E3779B1
-"""Odd, so that two fingerprints that differ still do after the same launch."""
-_KINDS = {"all_gather": 0x2545F491, "reduce_scatter": 0x4A8BE922, "all_reduce": 0x6FD1DDB3, "broadcast": 0x9517D244}
-"""Far apart, so that another kind is not made up for by another number of bytes."""
+LANE = "fingerprint"
+"""The lane on which ranks compare: none of those that it looks at, which may be stuck where ranks differ."""
 
 
-class Prints(NamedTuple):
-    """Fingerprints of what one rank has launched up to a moment.
-
-    Attributes:
-        shared: of the lanes on which all data ranks launch the same; ``BITS`` bits.
-        own: of those on which the ranks of one shard group do; replicas may differ.
-        counts: lane -> how many launches that were.
-    """
-
-    shared: int
-    own: int
-    counts: dict[str, int]
+def is_wanted() -> bool:
+    """Whether the environment asks for it."""
+    return os.environ.get("HP_SHARDING_DEBUG", "0") not in ("", "0")
 
 
 class Fingerprint:
-    """What this rank has launched for one model, lane by lane.
+    """What this rank has launched since the last comparison, lane by lane.
 
     Args:
-        lanes: the model's, in one order on all ranks.
-        own: names of those whose launches concern their shard group alone.
-
-    Attributes:
-        lanes: the same lanes; what is launched through these leaves a print.
-        own: see above.
-        history: the newest launches.
+        comm: carries the comparison.
     """
 
-    def __init__(self, lanes: Mapping[str, Communicator], *, own: Collection[str]) -> None:
-        self.own = frozenset(own)
-        self.history = History(lanes)
-        self.lanes = {name: WatchedLane(lane, self.history.lanes[name]) for name, lane in lanes.items()}
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._lines: dict[str, list[str]] = {}
+        self._n_checks = 0
 
-    def take(self) -> Prints:
-        """The fingerprints now."""
-        shared = own = 0
-        for name, lane in self.lanes.items():
-            if name in self.own:
-                own = (own * _FACTOR + lane.digest) & _MASK
-            else:
-                shared = (shared * _FACTOR + lane.digest) & _MASK
-        return Prints(shared, own, {name: lane.count for name, lane in self.lanes.items()})
+    def watch(self, lanes: Mapping[str, Communicator]) -> dict[str, Communicator]:
+        """The same lanes, whose collectives leave a line here from now on. Hand the lanes over in the same order."""
+        return {name: WatchedLane(lane, self._lines.setdefault(name, [])) for name, lane in lanes.items()}
+
+    def check(self) -> None:
+        """Compares what was launched since the last check. Collective.
+
+        Raises:
+            CommError: the ranks differ; names the first difference and who has it.
+        """
+        self._n_checks += 1
+        mine = host_tensor([_digest(lines) for lines in self._lines.values()], "int64")
+        everyone = host_tensor(np.zeros(self._comm.nranks * mine.shape[0]), "int64")
+        self._comm.all_gather(everyone, mine, label=f"fingerprint {self._n_checks}").wait()
+        digests = everyone.numpy().reshape(self._comm.nranks, -1)
+        differing = [lane for lane, column in zip(self._lines, digests.T, strict=True) if len(set(column)) > 1]
+        if differing:
+            raise self._difference(differing[0])
+        for lines in self._lines.values():
+            lines.clear()
+
+    def _difference(self, lane: str) -> CommError:
+        everyone = self._exchange("\n".join(self._lines[lane]))
+        mine = everyone[self._comm.rank]
+        other = next(index for index, lines in enumerate(everyone) if lines != mine)
+        theirs = everyone[other]
+        place = next(n for n in range(len(mine) + 1) if mine[n : n + 1] != theirs[n : n + 1])
+        me, peer = self._comm.ranks[self._comm.rank], self._comm.ranks[other]
+        return CommError(
+            f"rank {me}: the ranks have launched different collectives before the end of step {self._n_checks}: as "
+            f"number {place} on lane {lane!r} rank {me} has {_at(mine, place)}, rank {peer} has {_at(theirs, place)}. "
+            "All ranks must run the same layers with the same settings",
+            op="fingerprint",
+            label=_at(mine, place),
+            lane=lane,
+            rank=me,
+            peer=peer,
+        )
+
+    def _exchange(self, text: str) -> list[list[str]]:
+        """Every rank's lines. Collective."""
+        body = np.frombuffer(text.encode(), np.uint8)
+        lengths = host_tensor(np.zeros(self._comm.nranks), "int64")
+        self._comm.all_gather(lengths, host_tensor([len(body)], "int64"), label="lengths of lines").wait()
+        longest = max(*lengths.tolist(), 1)
+        padded = np.zeros(longest, np.uint8)
+        padded[: len(body)] = body
+        bodies = host_tensor(np.zeros(self._comm.nranks * longest), "uint8")
+        self._comm.all_gather(bodies, host_tensor(padded, "uint8"), label="lines").wait()
+        texts = bodies.numpy().reshape(self._comm.nranks, longest)
+        return [
+            row[:length].tobytes().decode().splitlines() for row, length in zip(texts, lengths.tolist(), strict=True)
+        ]
 
 
 class WatchedLane(Communicator):
-    """A communicator that passes everything on, and remembers each collective.
+    """A communicator that passes everything on, and leaves a line for each collective."""
 
-    Attributes:
-        digest: fingerprint of all launches so far.
-        count: how many there were.
-    """
-
-    def __init__(self, lane: Communicator, launches: deque[Launch]) -> None:
+    def __init__(self, lane: Communicator, lines: list[str]) -> None:
         self.lane = lane.lane
         self.ranks = lane.ranks
         self.rank = lane.rank
-        self.carries_values = lane.carries_values
-        self.digest = 0
-        self.count = 0
         self._inner = lane
-        self._launches = launches
+        self._lines = lines
 
     def all_gather(
         self,
@@ -102,7 +113,8 @@ class WatchedLane(Communicator):
         wire_dtype: str | None = None,
     ) -> Work:
         """See ``Communicator``."""
-        return self._note(self._inner.all_gather(output, input, label=label, after=after, wire_dtype=wire_dtype))
+        self._note("all_gather", output, label, _types(input, output, wire_dtype))
+        return self._inner.all_gather(output, input, label=label, after=after, wire_dtype=wire_dtype)
 
     def reduce_scatter(
         self,
@@ -115,40 +127,27 @@ class WatchedLane(Communicator):
         wire_dtype: str | None = None,
     ) -> Work:
         """See ``Communicator``."""
-        return self._note(
-            self._inner.reduce_scatter(
-                output, input, label=label, after=after, accumulate=accumulate, wire_dtype=wire_dtype
-            )
+        self._note("reduce_scatter", input, label, _types(input, output, wire_dtype))
+        return self._inner.reduce_scatter(
+            output, input, label=label, after=after, accumulate=accumulate, wire_dtype=wire_dtype
         )
 
     def all_reduce(
         self, tensor: paddle.Tensor, *, label: str = "", after: Work | None = None, wire_dtype: str | None = None
     ) -> Work:
         """See ``Communicator``."""
-        return self._note(self._inner.all_reduce(tensor, label=label, after=after, wire_dtype=wire_dtype))
+        self._note("all_reduce", tensor, label, _types(tensor, tensor, wire_dtype))
+        return self._inner.all_reduce(tensor, label=label, after=after, wire_dtype=wire_dtype)
 
     def broadcast(self, tensor: paddle.Tensor, *, src: int, label: str = "", after: Work | None = None) -> Work:
         """See ``Communicator``."""
-        return self._note(self._inner.broadcast(tensor, src=src, label=label, after=after))
+        self._note(f"broadcast from {src}", tensor, label)
+        return self._inner.broadcast(tensor, src=src, label=label, after=after)
 
     @property
     def is_broken(self) -> bool:
         """See ``Communicator``."""
         return self._inner.is_broken
-
-    @property
-    def statements(self) -> Statements | None:
-        """See ``Communicator``."""
-        return self._inner.statements
-
-    @property
-    def next_number(self) -> int:
-        """See ``Communicator``."""
-        return self._inner.next_number
-
-    def n_under_way(self) -> int:
-        """See ``Communicator``."""
-        return self._inner.n_under_way()
 
     def break_off(self, reason: str) -> None:
         """See ``Communicator``."""
@@ -162,9 +161,22 @@ class WatchedLane(Communicator):
         """See ``Communicator``."""
         self._inner.close()
 
-    def _note(self, work: Work) -> Work:
-        op, label, nbytes = work.op, work.label, work.nbytes
-        self._launches.append(Launch(self.count, op, label, nbytes, time.perf_counter()))
-        self.count += 1
-        self.digest = (zlib.crc32(label.encode(), self.digest) * _FACTOR + nbytes + _KINDS[op]) & _MASK
-        return work
+    def _note(self, op: str, whole: paddle.Tensor, label: str, types: str | None = None) -> None:
+        types = types or _types(whole, whole, None)
+        self._lines.append(f"{op} of {whole.size} elements of {types} labelled {label!r}")
+
+
+def _types(own: paddle.Tensor, result: paddle.Tensor, wire_dtype: str | None) -> str:
+    dtype, result_dtype = (str(tensor.dtype).rpartition(".")[2] for tensor in (own, result))
+    if dtype == result_dtype and wire_dtype in (None, dtype):
+        return dtype
+    return f"{dtype} as {wire_dtype} into {result_dtype}" if wire_dtype else f"{dtype} into {result_dtype}"
+
+
+def _digest(lines: list[str]) -> int:
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _at(lines: list[str], place: int) -> str:
+    return lines[place] if place < len(lines) else "nothing more"

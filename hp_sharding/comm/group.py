@@ -10,15 +10,12 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from ..errors import ConfigError
 from .agreement import Agreement, Cause
-from .handles import handle
 from .links import TcpLinks
 from .peers import Door, Peers
 from .rendezvous import exchange, host_address, ready_default_store
-from .statements import Statements
 from .tcp import TcpCommunicator
 
 _log = logging.getLogger("hp_sharding")
@@ -26,10 +23,7 @@ _log = logging.getLogger("hp_sharding")
 _ANSWER_S = 10.0
 _FLIGHT_S = 40.0
 _JOIN_S = 2.0
-# How long the others may take to say that they are alive.
-_ROLL_CALL_S = 2.0
 _groups: list[TcpGroup] = []
-_finalizer: Any = None
 
 
 class TcpGroup:
@@ -48,9 +42,6 @@ class TcpGroup:
         self._timeout_s = timeout_s
         self._closing = threading.Lock()
         self._closed: set[str] = set()
-        self._dropped: set[str] = set()
-        self._over = threading.Event()
-        self._asks = False
         self._pid = os.getpid()
         ready_default_store()
         self._peers = Peers(ranks, me, lanes=list(lanes), host=host_address(), key=secrets.token_bytes(32))
@@ -61,25 +52,15 @@ class TcpGroup:
             self._peers.close()
             raise
         self.communicators = {lane: self._make_lane(lane) for lane in lanes}
-        self._peers.watch(self._agreement, self._tick)
+        self._peers.watch(self._agreement, self._check_overdue)
         for communicator in self.communicators.values():
             communicator.start()
         _register(self)
 
-    def handles(self) -> dict[str, TcpCommunicator]:
-        """What users of the lanes get. Once only: when nobody here has any of them, all lanes end by themselves."""
-        # To add to a set takes no lock, so it may happen wherever the garbage collector runs.
-        return {lane: handle(communicator, self._dropped.add) for lane, communicator in self.communicators.items()}
-
-    def leave(self, after: str) -> None:
-        """Tells the others that this rank ends all lanes; they answer by themselves, whatever their scripts do.
-
-        Args:
-            after: why other lanes of this rank have failed before; the members of these may not have heard of it.
-        """
-        self._agreement.statements.say_goodbye()
+    def leave(self) -> None:
+        """Tells the others that this rank ends all lanes; they answer by themselves, whatever their scripts do."""
         cause = Cause(f"rank {self._me} has ended its script", self._me)
-        self._agreement.leave(list(self.communicators), cause, after=after)
+        self._agreement.leave(list(self.communicators), cause)
 
     def close(self, lane: str) -> None:
         """Ends one lane, and with the last one the group. Only the first call for a lane does anything."""
@@ -98,12 +79,6 @@ class TcpGroup:
             self._peers.close()
             if self in _groups:
                 _groups.remove(self)
-            self._over.set()
-
-    def join(self) -> None:
-        """After ``close`` of all lanes: waits for a thread that was closing them already."""
-        self._over.wait(_JOIN_S)
-        self._peers.close()
 
     def failure(self) -> Cause | None:
         """Why no lane goes on: a peer is gone, say. None while all is well, and where peers left in order."""
@@ -113,11 +88,6 @@ class TcpGroup:
         """Who has left a lane, in order or not; None while everybody is there."""
         found = (self._agreement.refusal(lane) for lane in self.communicators)
         return next((cause for cause in found if cause is not None), None)
-
-    @property
-    def statements(self) -> Statements:
-        """What the ranks say of themselves after a failure."""
-        return self._agreement.statements
 
     def give_up(self, text: str) -> None:
         """Ends all lanes of the group for good, on all ranks; ``text`` says why. Not if they have ended already."""
@@ -149,42 +119,18 @@ class TcpGroup:
             close=self.close,
         )
 
-    def _tick(self) -> None:
-        """Now and then, in the thread that hears the others: it must wait for none of them."""
-        self._check_overdue()
-        if len(self._dropped) == len(self.communicators):
-            self._end_unused()
-
-    def _end_unused(self) -> None:
-        """Leaves, and closes all lanes once everybody has answered. What this rank has started is over already."""
-        lanes = list(self.communicators)
-        self._agreement.leave(lanes, Cause(f"rank {self._me} has dropped the lane", self._me))
-        is_quiet = all(self._agreement.await_quiet(lane, answer_s=0, flight_s=0) for lane in lanes)
-        if is_quiet or self._agreement.broken is not None:
-            for lane in lanes:
-                self.close(lane)
-
     def _check_overdue(self) -> None:
-        self._agreement.check_standstill()
         lane = self._agreement.overdue(self._timeout_s)
-        if lane is None or self._asks or self._agreement.broken is not None:
-            return
-        self._asks = True
-        # Not in this thread, which must hear who answers.
-        threading.Thread(target=self._give_up_on, args=(lane,), name="hp_sharding-overdue", daemon=True).start()
-
-    def _give_up_on(self, lane: str) -> None:
-        text = f"the transfer on lane {lane!r} did not end within {self._timeout_s:g} s after all ranks had arrived"
-        self._agreement.break_off(self._agreement.cause_of(text, _ROLL_CALL_S))
+        if lane is not None:
+            text = f"the transfer on lane {lane!r} did not end within {self._timeout_s:g} s after all ranks had arrived"
+            self._agreement.break_off(Cause(text))
 
 
 def _register(group: TcpGroup) -> None:
-    global _finalizer
-    # Children of multiprocessing run only its own finalizers, scripts run both; the second finds nothing to do.
-    atexit.unregister(close_all)
-    atexit.register(close_all)
-    if _finalizer is None or not _finalizer.still_active():
-        _finalizer = multiprocessing.util.Finalize(None, close_all, exitpriority=100)
+    if not _groups:
+        # Children of multiprocessing run only its own finalizers, scripts run both; the second finds nothing to do.
+        atexit.register(close_all)
+        multiprocessing.util.Finalize(None, close_all, exitpriority=100)
     _groups.append(group)
 
 
@@ -195,10 +141,8 @@ def close_all() -> None:
     need. Not a collective: the other ranks need not call it, but their lanes end too.
     """
     groups = [group for group in _groups if group.is_of_this_process()]
-    after = next((cause.text for group in groups if (cause := group.failure()) is not None), "")
     for group in groups:
-        group.leave(after)
+        group.leave()
     for group in groups:
         for lane in group.communicators:
             group.close(lane)
-        group.join()

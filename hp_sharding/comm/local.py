@@ -61,7 +61,7 @@ class LocalWork(Work):
             except CommError as error:
                 text = f"{self.op} of {self.label!r} on lane {self.lane!r}: the collective that it follows failed: "
                 raise CommError(
-                    text + error.message,
+                    text + str(error),
                     op=self.op,
                     label=self.label,
                     lane=self.lane,

@@ -119,11 +119,9 @@ class Peers:
         for target, args in targets:
             threading.Thread(target=target, args=args, daemon=True).start()
         with self._arrival:
-            # Whoever cannot be called has closed its door: it is gone, or has given up.
-            self._arrival.wait_for(lambda: self._reasons or not self._silent(), max(0.1, deadline_s - time.monotonic()))
+            self._arrival.wait_for(lambda: not self._silent(), max(0.1, deadline_s - time.monotonic()))
         self._close_door()
         silent = self._silent()
-        silent = [peer for peer in silent if peer in self._reasons] or silent
         if silent:
             raise CommError(
                 f"rank {self._me} at {self.door.host}:{self.door.port} has no connection with ranks {silent}"
@@ -176,9 +174,7 @@ class Peers:
             connection = Client((door.host, door.port), family="AF_INET", authkey=bytes.fromhex(door.key_hex))
             connection.send_bytes(json.dumps([self._me, lane]).encode())
         except (OSError, EOFError, AuthenticationError) as error:
-            with self._arrival:
-                self._reasons[peer] = f"{door.host}:{door.port}: {error!r}"
-                self._arrival.notify_all()
+            self._reasons[peer] = f"{door.host}:{door.port}: {error!r}"
             return
         self._keep(connection, peer, lane, self._to_next)
 
@@ -241,11 +237,8 @@ class Peers:
         with selectors.DefaultSelector() as selector:
             for peer, line in self._lines.items():
                 selector.register(line.connection, selectors.EVENT_READ, peer)
-            while not self._stopping.is_set():
-                if not selector.get_map():
-                    # All others have gone. This rank's lanes end when nobody here has them any more: see ``tick``.
-                    self._stopping.wait(_TICK_S)
-                for key, _ in selector.select(_TICK_S) if selector.get_map() else ():
+            while not self._stopping.is_set() and selector.get_map():
+                for key, _ in selector.select(_TICK_S):
                     if not self._read_one(key.fileobj, key.data, hearer):
                         selector.unregister(key.fileobj)
                 tick()

@@ -14,26 +14,21 @@ import os
 import random
 import socket
 import struct
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, NamedTuple
+from typing import Any
 
 import paddle
 from paddle.base import core
 
-from ..errors import CommError, ConfigError, HpShardingError
+from ..errors import CommError, ConfigError
 from .slack import slow_timers
 
 # The store's constructor aborts the process when its port is taken, so ports come from below the range out of which
 # the kernel serves outgoing connections: only another server can be there, and that the probe sees.
 _PORTS = range(15000, 32000)
 _POLL_S = 0.02
-# How long a question to the store may take beyond the time for all of them.
-_ANSWER_S = 2.0
 # The store counts in 64-bit numbers.
 _BITS = 32
 _rendezvous_counts: Counter[tuple[int, ...]] = Counter()
@@ -113,65 +108,22 @@ def exchange(mine: dict[str, Any], *, ranks: tuple[int, ...], me: int, timeout_s
     round_number = _rendezvous_counts[ranks]
     _rendezvous_counts[ranks] += 1
     prefix = f"hp_sharding/meet/{'-'.join(map(str, ranks))}/{round_number}"
-    texts = _answered(_Meeting(store, prefix, ranks, me, timeout_s), json.dumps(mine))
-    return {peer: json.loads(text) for peer, text in texts.items()}
-
-
-class _Meeting(NamedTuple):
-    """One exchange, whose keys in the store begin with ``prefix``."""
-
-    store: Any
-    prefix: str
-    ranks: tuple[int, ...]
-    me: int
-    timeout_s: float
-
-    def exchange(self, mine: str, over: threading.Event) -> dict[int, str]:
-        """Every rank's text, once all have handed in theirs; none where it is ``over``, since nobody waits for it."""
-        self.store.set(f"{self.prefix}/{self.me}", mine)
-        _mark(self.store, self.prefix, self.ranks, self.me)
-        deadline_s = time.monotonic() + self.timeout_s
-        # `get` would block for the store's own 15 minutes, so look at the marks first.
-        while missing := _unmarked(self.store, self.prefix, self.ranks):
-            if time.monotonic() > deadline_s:
-                raise self.error(
-                    f"waited {self.timeout_s:g} s for ranks {missing} to create communicators over "
-                    f"{list(self.ranks)}; every rank of the group must do so, in the same order",
-                    missing[0],
-                )
-            if over.wait(_POLL_S):
-                return {}
-        return {peer: mine if peer == self.me else self.store.get(f"{self.prefix}/{peer}") for peer in self.ranks}
-
-    def error(self, text: str, peer: int) -> CommError:
-        """What to raise."""
-        return CommError(f"rank {self.me} {text}", op="create_communicators", rank=self.me, peer=peer)
-
-
-def _answered(meeting: _Meeting, mine: str) -> dict[int, str]:
-    """What the meeting comes to. A thread of its own asks: if the keeper of the store is stopped, no answer comes."""
-    asked: Future[dict[int, str]] = Future()
-    over = threading.Event()
-
-    def run() -> None:
-        try:
-            asked.set_result(meeting.exchange(mine, over))
-        except Exception as error:  # noqa: BLE001 - goes to whoever waits
-            asked.set_exception(error)
-
-    threading.Thread(target=run, name="hp_sharding-meeting", daemon=True).start()
-    try:
-        return asked.result(meeting.timeout_s + _ANSWER_S)
-    except HpShardingError:
-        raise
-    except FutureTimeoutError:
-        text = "got no answer from the store, which rank 0 keeps: its process is stopped, or its host is cut off"
-        raise meeting.error(text, 0) from None
-    except Exception as error:
-        text = f"cannot reach the store, which rank 0 keeps: its process has ended, it seems ({error})"
-        raise meeting.error(text, 0) from error
-    finally:
-        over.set()
+    text = json.dumps(mine)
+    store.set(f"{prefix}/{me}", text)
+    _mark(store, prefix, ranks, me)
+    deadline_s = time.monotonic() + timeout_s
+    # `get` would block for the store's own 15 minutes, so look at the marks first.
+    while missing := _unmarked(store, prefix, ranks):
+        if time.monotonic() > deadline_s:
+            raise CommError(
+                f"rank {me} waited {timeout_s:g} s for ranks {missing} to create communicators over {list(ranks)}; "
+                "every rank of the group must do so, in the same order",
+                op="create_communicators",
+                rank=me,
+                peer=missing[0],
+            )
+        time.sleep(_POLL_S)
+    return {peer: json.loads(text if peer == me else store.get(f"{prefix}/{peer}")) for peer in ranks}
 
 
 def _mark(store: Any, prefix: str, ranks: tuple[int, ...], me: int) -> None:

@@ -32,7 +32,6 @@ from ..errors import CommError, ConfigError, HpShardingError
 from .communicator import Communicator, Mark, Stall, Work
 from .convert import queue_cast
 from .device import CurrentStream, Device, same_stream
-from .statements import Statements
 from .stream_marks import StreamMark, StreamStall
 from .stream_sums import Exchange, Scratch, exchange
 from .watch import Watcher
@@ -67,19 +66,16 @@ class _Lane:
     """The works of a lane that have not been seen done, the oldest first."""
 
     def __init__(self) -> None:
-        self.n_added = 0
-        self.n_ended = 0
         self._works: deque[StreamWork] = deque()
 
     def add(self, work: StreamWork) -> None:
         with _looking:
             self._works.append(work)
-            self.n_added += 1
 
     def look(self) -> None:
         with _looking:
             while self._works and self._works[0].see():
-                self.n_ended += self._works.popleft().end_s is not None
+                self._works.popleft()
 
 
 class StreamWork(Work):
@@ -113,7 +109,7 @@ class StreamWork(Work):
         """See ``Work``."""
         if self._failure is not None:
             self._watcher.tell()
-            raise self._watcher.explained(self.error(self._failure))
+            raise self.error(self._failure)
         if self.end_s is not None:
             return
         stream = paddle.device.current_stream()
@@ -201,8 +197,7 @@ class StreamWork(Work):
         except HpShardingError:
             raise
         except RUNTIME_ERRORS as error:
-            failure = self.error(f"the device or its communication library says: {error}")
-            raise self._watcher.explained(failure) from error
+            raise self.error(f"the device or its communication library says: {error}") from error
 
 
 class StreamCommunicator(Communicator):
@@ -343,15 +338,6 @@ class StreamCommunicator(Communicator):
         """See ``Communicator``."""
         self._watcher.break_off(reason)
 
-    @property
-    def statements(self) -> Statements:
-        """See ``Communicator``."""
-        return self._watcher.statements
-
-    def n_under_way(self) -> int:
-        """See ``Communicator``."""
-        return self._works.n_added - self._works.n_ended
-
     def mark(self) -> Mark:
         """See ``Communicator``."""
         return StreamMark(self._watcher)
@@ -412,7 +398,7 @@ class StreamCommunicator(Communicator):
         try:
             after.wait()
         except CommError as error:
-            reason = f"the collective that it follows failed: {error.message}"
+            reason = f"the collective that it follows failed: {error}"
             work.fail(reason)
             self._watcher.fail(reason)
             return False
@@ -432,7 +418,7 @@ class StreamCommunicator(Communicator):
     def _check_open(self, work: StreamWork) -> None:
         if self._watcher.failure is not None:
             self._watcher.tell()
-            raise self._watcher.explained(work.error(self._watcher.failure))
+            raise work.error(self._watcher.failure)
         if self._closed:
             raise work.error("this rank has closed the lane")
         if paddle.get_device() != self._device.name:

@@ -6,16 +6,14 @@ import atexit
 import logging
 import signal
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import paddle
 
 from ..errors import CommError, ConfigError
-from .communicator import Communicator
 from .device import Device
 from .group import TcpGroup
-from .handles import handle
 from .rendezvous import default_store, exchange
 from .stream import RUNTIME_ERRORS, StreamCommunicator
 from .watch import Watcher
@@ -56,16 +54,12 @@ class StreamGroup:
         self._me = me
         self._closing = threading.Lock()
         self._closed = False
-        self._dropped: set[str] = set()
-        self._needs: list[Communicator] = []
-        self.communicators: dict[str, StreamCommunicator] = {}
         first_id = self._agree_on_ids(len(lanes), timeout_s)
         self._watcher = Watcher(
             f"rank {me}, lanes {', '.join(lanes)} over ranks {list(ranks)}",
             timeout_s=timeout_s,
             control=control,
             prepare=lambda: paddle.set_device(device.name),
-            at_rest=self._end_unused,
         )
         self.communicators = {
             lane: StreamCommunicator(
@@ -81,15 +75,6 @@ class StreamGroup:
         self._warm_up()
         _remember(self)
 
-    def handles(self, *, needs: Iterable[Communicator]) -> dict[str, StreamCommunicator]:
-        """What users of the lanes get. Once only: when nobody here has any of them, all lanes end by themselves.
-
-        Args:
-            needs: handles of the lanes between the hosts, held as long: who leaves those says that it is gone.
-        """
-        self._needs = list(needs)
-        return {lane: handle(comm, self._dropped.add) for lane, comm in self.communicators.items()}
-
     def close(self) -> None:
         """Waits for what is in flight, and ends all lanes. Not a collective. May be called again."""
         with self._closing:
@@ -102,15 +87,6 @@ class StreamGroup:
             _log.warning("rank %d: lanes over ranks %s end with a failure", self._me, list(self._ranks))
             _abandoned.append(self)
         self._watcher.stop()
-
-    def _end_unused(self) -> None:
-        """In the watcher's thread, while nothing is under way."""
-        if not self._dropped or len(self._dropped) < len(self.communicators):
-            return
-        self.close()
-        if self in _groups:
-            _groups.remove(self)
-        self._needs = []
 
     def _agree_on_ids(self, n_lanes: int, timeout_s: float) -> int:
         """Numbers that no other group of this job has; the same on all ranks."""

@@ -12,14 +12,11 @@ import paddle
 from .agreement import Cause
 from .communicator import Mark, Stall
 from .device import current_device
-from .statements import Statements
 from .watch import Watcher
 
 
 class _NoControl:
     """There is one rank: nobody can be gone."""
-
-    statements = Statements((0,), 0, lambda _: None)
 
     def failure(self) -> Cause | None:
         return None

@@ -6,7 +6,6 @@ copying it and adding it up, releases the interpreter lock: communication and co
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
@@ -23,7 +22,6 @@ from .communicator import Communicator, Work
 from .links import TcpLinks
 from .memory import ELEMENT_TYPES, Bytes, bytes_of
 from .ring import Ring, even_chunks
-from .statements import Statements
 from .sums import Adder
 from .wire import Carried, carried, plain
 
@@ -35,7 +33,7 @@ _NEWS_S = 2.0
 class TcpWork(Work):
     """A collective that a lane's thread carries out."""
 
-    def __init__(self, lane: str, sequence: int, token: Token, op: str, agreement: Agreement) -> None:
+    def __init__(self, lane: str, sequence: int, token: Token, op: str, rank: int) -> None:
         self.op = op
         self.label = token.label
         self.lane = lane
@@ -44,7 +42,7 @@ class TcpWork(Work):
         self.end_s: float | None = None
         self.sequence = sequence
         self.token = token
-        self._agreement = agreement
+        self._rank = rank
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._error: tuple[str, int | None] | None = None
@@ -52,28 +50,14 @@ class TcpWork(Work):
 
     def wait(self) -> None:
         """See ``Work``."""
-        if not self._over.is_set():
-            self._agreement.standstill.begin_wait(self)
-            try:
-                self._over.wait()
-            finally:
-                self._agreement.standstill.end_wait(self)
-        if self._error is not None:
-            raise self._agreement.statements.explained(self._failure())
-
-    def follow(self) -> None:
-        """As ``wait``, for the thread of a lane, which has no time to ask what the others are at."""
         self._over.wait()
         if self._error is not None:
-            raise self._failure()
+            text, peer = self._error
+            raise CommError(text, op=self.op, label=self.label, lane=self.lane, rank=self._rank, peer=peer)
 
     def done(self) -> bool:
         """See ``Work``."""
         return self._over.is_set()
-
-    def describe(self) -> str:
-        """What it is, for messages."""
-        return str(self.token)
 
     def failed(self) -> bool:
         """True if ``wait()`` would raise."""
@@ -101,18 +85,13 @@ class TcpWork(Work):
         for callback in callbacks:
             callback()
 
-    def _failure(self) -> CommError:
-        assert self._error is not None
-        text, peer = self._error
-        return CommError(text, op=self.op, label=self.label, lane=self.lane, rank=self._agreement.me, peer=peer)
-
     def _describe(self, cause: Cause) -> str:
-        return f"rank {self._agreement.me}: {self.op} of {self.label!r} on lane {self.lane!r} failed: {cause.text}"
+        return f"rank {self._rank}: {self.op} of {self.label!r} on lane {self.lane!r} failed: {cause.text}"
 
 
 @dataclass
 class _Job:
-    """A work, what carries it out (and holds the tensors, and the lane for its users), and the work it must follow."""
+    """A work, what carries it out (and holds the tensors), and the work it must follow."""
 
     work: TcpWork
     transfer: Callable[[], None] | None
@@ -173,9 +152,7 @@ class TcpCommunicator(Communicator):
         data = bytes_of(output, numel * types.result.item_bytes)
         own = bytes_of(input, numel // self.nranks * types.own.item_bytes)
         transfer = self._rounded_gather if types.converts else self._gather
-        job = functools.partial(transfer, data, own, types)
-        # From what a rank rounds its own part is its own affair: one without elements may not know that others widened.
-        return self._submit("all_gather", plain(types.wire), numel, job, label=label, after=after)
+        return self._submit("all_gather", types, numel, lambda: transfer(data, own, types), label=label, after=after)
 
     def reduce_scatter(
         self,
@@ -240,20 +217,6 @@ class TcpCommunicator(Communicator):
         """See ``Communicator``."""
         return self._agreement.broken is not None
 
-    @property
-    def statements(self) -> Statements:
-        """See ``Communicator``."""
-        return self._agreement.statements
-
-    @property
-    def next_number(self) -> int:
-        """See ``Communicator``."""
-        return self._next_sequence
-
-    def n_under_way(self) -> int:
-        """See ``Communicator``."""
-        return self._next_sequence - self._agreement.n_finished(self.lane)
-
     def join(self, timeout_s: float) -> bool:
         """Ends the threads after what is in flight; False if one does not end and was abandoned."""
         deadline_s = time.monotonic() + timeout_s
@@ -287,23 +250,22 @@ class TcpCommunicator(Communicator):
         op = what.partition(" ")[0]
         with self._submitting:
             refusal = self._agreement.refusal(self.lane)
-            work = TcpWork(self.lane, self._next_sequence, token, op, self._agreement)
-            if refusal is None:
-                self._agreement.standstill.launch(self.lane, self._next_sequence)
-                self._next_sequence += 1
-                self._outstanding.append(work)
-                # A rank that still waits for another collective is not ready for this one: the others must not enter.
-                if after is None:
-                    self._announce(work)
-                elif isinstance(after, TcpWork):
-                    after.when_done(lambda: None if after.failed() else self._announce(work))
-                # Last: from here on the lane's thread competes with the caller's for the interpreter.
-                self._jobs.put(_Job(work, transfer, after))
+            work = TcpWork(self.lane, self._next_sequence, token, op, self._me)
+            if refusal is not None:
+                work.end(refusal)
+                # A peer that has reached the end of the script sooner is no fault as long as nobody needs the result.
+                if self._is_closed or self._agreement.broken is not None:
+                    work.wait()
                 return work
-        work.end(refusal)
-        # A peer that has reached the end of the script sooner is no fault as long as nobody needs the result.
-        if self._is_closed or self._agreement.broken is not None:
-            work.wait()
+            self._next_sequence += 1
+            self._outstanding.append(work)
+            # A rank that still waits for another collective is not ready for this one: the others must not enter yet.
+            if after is None:
+                self._announce(work)
+            elif isinstance(after, TcpWork):
+                after.when_done(lambda: None if after.failed() else self._announce(work))
+            # Last: from here on the lane's thread competes with the caller's for the interpreter.
+            self._jobs.put(_Job(work, transfer, after))
         return work
 
     def _announce(self, work: TcpWork) -> None:
@@ -335,7 +297,7 @@ class TcpCommunicator(Communicator):
             job.transfer()
         except Exception as error:
             _log.debug("transfer failed", exc_info=True)
-            cause = self._agreement.cause_of(f"the transfer failed: {_first_words(error)}", _NEWS_S)
+            cause = self._agreement.cause_of(error, _NEWS_S)
             # The links keep the error; its traceback would keep the tensors.
             error.__traceback__ = None
             raise Refused(cause) from error
@@ -346,11 +308,11 @@ class TcpCommunicator(Communicator):
 
     def _follow(self, work: TcpWork, after: Work) -> None:
         try:
-            after.follow() if isinstance(after, TcpWork) else after.wait()
+            after.wait()
         except Exception as error:
             # Whatever it is: without this thread all who wait would wait for ever. Where a rank has left, dropping one
             # work and those that follow it is all in order.
-            text = f"the collective that it follows failed: {_first_words(error)}"
+            text = f"the collective that it follows failed: {str(error) or repr(error)}"
             cause = Cause(text, getattr(error, "peer", None))
             raise Refused(self._agreement.refusal(self.lane) or cause) from error
         if not isinstance(after, TcpWork):
@@ -392,8 +354,3 @@ class TcpCommunicator(Communicator):
 
     def _where(self) -> str:
         return f"rank {self._me}, lane {self.lane!r}"
-
-
-def _first_words(error: Exception) -> str:
-    """What an error says, without a report."""
-    return (error.message if isinstance(error, CommError) else str(error)) or repr(error)

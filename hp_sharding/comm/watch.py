@@ -19,7 +19,6 @@ from typing import Protocol
 
 from ..errors import CommError
 from .agreement import Cause
-from .statements import Statements
 
 _log = logging.getLogger("hp_sharding")
 _CLOSE_S = 0.0002
@@ -28,7 +27,6 @@ _IDLE_S = 0.25
 GRACE_S = 10.0
 """How long the main thread may stand where it is, once a collective cannot end, before the process is ended."""
 _POLL_S = 0.2
-_AT_REST_S = 0.5
 
 
 class Watched(Protocol):
@@ -49,10 +47,6 @@ class Watched(Protocol):
 class Control(Protocol):
     """What the watcher asks the hosts' connections."""
 
-    @property
-    def statements(self) -> Statements:
-        """What the ranks say of themselves after a failure."""
-
     def failure(self) -> Cause | None:
         """Why nothing goes on any more."""
 
@@ -71,21 +65,12 @@ class Watcher:
         timeout_s: after which a collective that has not ended makes all lanes fail.
         control: knows which ranks are gone.
         prepare: called first in the thread.
-        at_rest: called there now and then while nothing is under way.
 
     Attributes:
         failure: why all lanes have failed; None while they have not.
     """
 
-    def __init__(
-        self,
-        who: str,
-        *,
-        timeout_s: float,
-        control: Control,
-        prepare: Callable[[], None],
-        at_rest: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, who: str, *, timeout_s: float, control: Control, prepare: Callable[[], None]) -> None:
         self.failure: str | None = None
         self._who = who
         self._timeout_s = timeout_s
@@ -94,7 +79,6 @@ class Watcher:
         self._control = control
         self._left_s: float | None = None
         self._prepare = prepare
-        self._at_rest = at_rest
         self._lock = threading.Lock()
         self._works: list[Watched] = []
         self._failed: list[Watched] = []
@@ -118,17 +102,6 @@ class Watcher:
     def tell(self) -> None:
         """Somebody raises the failure: the process need not be ended for it to be heard."""
         self._told.set()
-
-    @property
-    def statements(self) -> Statements:
-        """See ``Communicator``."""
-        return self._control.statements
-
-    def explained(self, error: CommError) -> CommError:
-        """The same error, with a report; not in the watcher's own thread, which has other things to do first."""
-        if threading.current_thread() is self._thread:
-            return error
-        return self.statements.explained(error)
 
     def fail(self, reason: str) -> None:
         """Makes every lane fail, and every work that is watched. The first reason counts."""
@@ -156,10 +129,7 @@ class Watcher:
     def _serve(self) -> None:
         self._prepare()
         while not self._stopped:
-            if not self._wake.wait(_AT_REST_S if self._at_rest else None):
-                assert self._at_rest is not None
-                self._at_rest()
-                continue
+            self._wake.wait()
             # Cleared first: what is added from here on sets it again.
             self._wake.clear()
             # Not at once: to wake up for every collective takes the interpreter from the thread that starts it.
@@ -177,7 +147,7 @@ class Watcher:
                 self._works = [work for work in self._works if not work.done()]
                 oldest = self._works[0] if self._works else None
         except CommError as error:
-            self._give_up(error.message)
+            self._give_up(str(error))
             return False
         if oldest is None:
             return False
@@ -218,10 +188,9 @@ class Watcher:
 
     def _give_up(self, text: str) -> None:
         self.fail(text)
+        _log.critical("%s", text)
         # The others wait for this rank as well.
         self._control.give_up(text)
-        # Before anything else: if the main thread stands still nobody hears of it but by the log.
-        _log.critical("%s", self.statements.explained(CommError(text)))
         self._await_movement()
         if self._stopped:
             return

@@ -120,6 +120,16 @@ def _one_communicator(_: Machine, everyone: Seen) -> Iterator[Advice]:
         )
 
 
+def _debug(_: Machine, everyone: Seen) -> Iterator[Advice]:
+    ranks = [rank for rank, seen in enumerate(everyone) if _is_on(seen, "HP_SHARDING_DEBUG")]
+    if ranks:
+        yield Advice(
+            "debug_mode",
+            f"HP_SHARDING_DEBUG is set ({_ranks(ranks)}): every step compares what all ranks have launched",
+            "unset it once the fault is found",
+        )
+
+
 def _differences(_: Machine, everyone: Seen) -> Iterator[Advice]:
     names = sorted({name for seen in everyone for name in seen["environment"] if not _may_differ(name)})
     different = [name for name in names if len({seen["environment"].get(name) for seen in everyone}) > 1]
@@ -156,5 +166,5 @@ def _ranks(ranks: list[int]) -> str:
 
 
 _RULES: tuple[Callable[[Machine, Seen], Iterator[Advice]], ...] = (
-    _mkl_on_amd, _interface, _cores, _serializing, _one_connection, _one_communicator, _differences, _paddle,
+    _mkl_on_amd, _interface, _cores, _serializing, _one_connection, _one_communicator, _debug, _differences, _paddle,
 )  # fmt: skip

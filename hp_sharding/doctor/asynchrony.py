@@ -244,6 +244,7 @@ def _beside_compute(team: Team, start: Callable[[], Work], compute: _Compute) ->
         # Where compute keeps the interpreter to itself nobody else would see the end.
         compute(work.done)
     transfer_s = _transfer_s(work, begin_s)
+    team.settle()
     work.wait()
     return {"transfer_beside_ms": transfer_s * 1e3}
 

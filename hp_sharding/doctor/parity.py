@@ -163,16 +163,17 @@ def _train_reference(team: Team, optimizer_name: str) -> Values:
     for step in range(STEPS):
         totals: list[paddle.Tensor] = []
         for rank in team.ranks:
-            net.clear_gradients()
             loss = _loss(net, step, rank)
             loss.backward()
             grads = [param.grad.clone().detach() for param in params]
             totals = [total + grad for total, grad in zip(totals, grads, strict=True)] if totals else grads
+            net.clear_gradients()
             if rank == team.me:
                 losses.append(float(loss))
         for param, total in zip(params, totals, strict=True):
             param.grad = total / team.n_ranks
         optimizer.step()
+        net.clear_gradients()
     return _values(net, losses)
 
 

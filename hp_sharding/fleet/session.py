@@ -16,9 +16,6 @@ import paddle.distributed.fleet.base.topology as paddle_topology
 from paddle.distributed.fleet import DistributedStrategy as PaddleStrategy
 from paddle.distributed.fleet.base.role_maker import RoleMakerBase
 
-from .. import guard
-from ..alike import about_model
-from ..arguments import as_flag, wrong_value
 from ..broadcast import check_state_exists
 from ..comm import Communicator, collision_free_groups
 from ..config import ShardingConfig
@@ -71,7 +68,6 @@ class Session:
     ) -> paddle_fleet.Fleet:
         """See ``hp_sharding.fleet.init``."""
         _check_collective(role_maker, is_collective)
-        _check_log_level(log_level)
         world = paddle.distributed.get_world_size()
         config = sharding_config(strategy, self.defaults)
         degrees = resolve_degrees(strategy, world)
@@ -87,8 +83,7 @@ class Session:
         settings = self._require_init("distributed_model")
         self._check_new_model(model)
         check_state_exists(model)
-        about = about_model(model, settings.config)
-        lanes = open_lanes(model, _grid(settings), about=about, timeout_s=settings.config.timeout_s)
+        lanes = open_lanes(model, _grid(settings), timeout_s=settings.config.timeout_s)
         if "tensor" in lanes and needs_equal_inputs(settings.strategy):
             share_inputs(model, lanes["tensor"])
         self._lanes[model] = lanes
@@ -155,12 +150,6 @@ class Session:
                     f"fleet.distributed_model: parameter {shared!r} also belongs to a {type(other).__name__} that has "
                     f"been wrapped before; wrap one layer that holds both"
                 )
-        sharded = guard.held_param(model)
-        if sharded is not None:
-            raise ConfigError(
-                f"fleet.distributed_model: parameter {sharded!r} belongs to a model that is already sharded. Wrap the "
-                "outermost model, once, with one optimizer"
-            )
 
     def _check_new_optimizer(self, optimizer: Any, inner: Any) -> None:
         self._optimizers = [ref for ref in self._optimizers if ref() is not None]
@@ -200,18 +189,11 @@ def _check_collective(role_maker: Any, is_collective: bool) -> None:
             f"fleet.init: role_maker is a {type(role_maker).__name__}, expected one of Paddle's role makers or None; "
             f"strategy and is_collective are given by keyword"
         )
-    is_collective = as_flag("is_collective", is_collective)
     if not (is_collective if role_maker is None else role_maker._is_collective):
         raise ConfigError(
             "fleet.init: parameter-server mode (is_collective=False) is not supported; use is_collective=True, or "
             "paddle.distributed.fleet itself"
         )
-
-
-def _check_log_level(level: Any) -> None:
-    known = isinstance(logging.getLevelName(level.upper()), int) if isinstance(level, str) else isinstance(level, int)
-    if not known or isinstance(level, bool):
-        raise wrong_value("log_level", level, "a number, or a name such as 'INFO' or 'WARNING'")
 
 
 def _check_backend(world: int) -> None:

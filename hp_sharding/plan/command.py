@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import click
 
 from ..errors import ConfigError
-from ..options import Finite
 
 _EXAMPLES = """\b
 Examples:
@@ -48,12 +46,12 @@ class _Several(click.ParamType):  # type: ignore[type-arg]
             found = [self._kind(part) for part in value.split(",")]
         except ValueError:
             found = []
-        if not found or not all(self._least <= each < math.inf for each in found):
+        if not found or min(found) < self._least:
             self.fail(f"'{value}' is not a list such as 1,2 of values of at least {self._least:g}", param, ctx)
         return found
 
 
-_POSITIVE = Finite(min=0, min_open=True)
+_POSITIVE = click.FloatRange(min=0, min_open=True)
 _DTYPE = click.Choice(["float32", "bfloat16", "float16"])
 _JSON_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -94,15 +92,17 @@ _JSON_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 )
 @click.option("--hardware", type=_JSON_FILE, help="The doctor's JSON report, or its 'hardware' alone.")
 @click.option("--bandwidth-gbit", type=_POSITIVE, help="Of a rank's link to its shard group, in 10^9 bits a second.")
-@click.option("--latency-us", type=Finite(min=0), help="Of one hop of a ring.")
+@click.option("--latency-us", type=click.FloatRange(min=0), help="Of one hop of a ring.")
 @click.option("--replicate-bandwidth-gbit", type=_POSITIVE, help="Of a link of its own to the replicas.")
-@click.option("--replicate-latency-us", type=Finite(min=0), help="Of one hop there.")
+@click.option("--replicate-latency-us", type=click.FloatRange(min=0), help="Of one hop there.")
 @click.option(
     "--host-ranks", type=click.IntRange(min=2), help="Ranks of a host; the links above are between hosts then."
 )
 @click.option("--host-bandwidth-gbit", type=_POSITIVE, help="Of a rank's link inside its host.")
-@click.option("--host-latency-us", type=Finite(min=0), help="Of one hop there.")
-@click.option("--compute-slowdown", type=Finite(min=1), help="By how much longer compute takes beside a busy link.")
+@click.option("--host-latency-us", type=click.FloatRange(min=0), help="Of one hop there.")
+@click.option(
+    "--compute-slowdown", type=click.FloatRange(min=1), help="By how much longer compute takes beside a busy link."
+)
 @click.option("--tflops", type=_POSITIVE, help="10^12 operations a second that layers reach.")
 @click.option("--memory-gb-s", type=_POSITIVE, help="10^9 bytes of memory a second that updates and copies pass.")
 @click.option("--memory-gb", type=_POSITIVE, help="Memory of a rank, in 10^9 bytes.")

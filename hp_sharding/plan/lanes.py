@@ -56,8 +56,6 @@ class SimulatedLane(Communicator):
         splits: whether storage is split among its ranks. That of a scale model is not, so it then has one rank.
     """
 
-    carries_values = False
-
     def __init__(self, name: str, clock: Clock, true_nranks: int, look: Look, *, splits: bool) -> None:
         self.lane = name
         self.ranks = (0,) if splits else tuple(range(true_nranks))

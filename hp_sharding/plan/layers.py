@@ -25,7 +25,7 @@ _EXAMPLE = "such as my_models.gpt:build"
 def load(path: str) -> Callable[..., Any]:
     """What ``package.module:name`` says. Raises ConfigError where there is no callable that needs no arguments."""
     module, _, name = path.partition(":")
-    if not all((*module.split("."), *name.split("."))):
+    if not module or not name:
         raise ConfigError(f"'{path}' is no callable; expected package.module:name, {_EXAMPLE}")
     try:
         found = importlib.import_module(module)

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..arguments import wrong_value
 from ..comm import Mark
 from ..errors import CommError, ConfigError
 from ..trace.figures import union
@@ -213,12 +212,7 @@ class Timeline:
         While the timeline is off, and nothing is recorded, it is not called; the first such step is told of in the log.
         A sink that raises is told of in the log, as a warning, and is not called any more: what one rank cannot write
         must not stop it while the others go on.
-
-        Raises:
-            ConfigError: it cannot be called.
         """
-        if not callable(sink):
-            raise wrong_value("sink", sink, "a function of the figures, such as json_lines(path) gives")
         self._sinks.append(sink)
         self._has_unheard = True
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .. import arguments
 from ..errors import ConfigError, StateError
 from ..trace.spans import Span, Step, Trace
 from .clocks import ClockMap, Reading, about_clocks, clock_map, read_clock
@@ -59,8 +58,6 @@ class Recording:
     ) -> None:
         if self._over:
             return
-        if self._start is None:
-            raise StateError("a recording that has not begun cannot end; use 'with optimizer.timeline.record():'")
         if kind is not None:
             # The other ranks may be anywhere: nothing that they would have to enter.
             self._over = True
@@ -140,14 +137,19 @@ class _Asked(NamedTuple):
 
 def as_path(path: str | os.PathLike[str] | None) -> str | None:
     """As a string; raises ConfigError for what names no file."""
-    return None if path is None else arguments.as_path("path", path, "the path of a file, or None for none")
+    try:
+        found = os.fspath(path) if path is not None else None
+    except TypeError:
+        found = ""
+    if found is not None and not (found and isinstance(found, str)):
+        raise ConfigError(f"path={path!r}: expected the path of a file, or None for none")
+    return found
 
 
 def check_steps(steps: object) -> None:
     """Raises ConfigError unless it is a number of steps, or None."""
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-        said = arguments.shown(steps)
-        raise ConfigError(f"record(steps={said}): expected 1 or more steps, or None to record until the block ends")
+        raise ConfigError(f"record(steps={steps!r}): expected 1 or more steps, or None to record until the block ends")
 
 
 def merge(subject: Subject, recorded: Sequence[Recorded], *, readings: Sequence[Reading]) -> Trace | None:
@@ -180,10 +182,9 @@ def write_together(subject: Subject, trace: Trace | None, path: str | os.PathLik
         from ..trace import chrome
 
         try:
-            chrome.write(trace, arguments.as_path("path", path, "the path of a file"))
+            chrome.write(trace, as_path(path) or "")
         except Exception as error:  # noqa: BLE001 - whatever it is, the others wait to hear of it
-            why = str(error) or type(error).__name__
-            trouble = f"the first rank could not write the trace to {arguments.shown(path)}: {why}"
+            trouble = f"the first rank could not write the trace to {path!r}: {str(error) or type(error).__name__}"
     trouble = meeting.share_text(trouble)
     if trouble:
         raise ConfigError(f"rank {subject.rank}: {trouble}")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..arguments import as_path, shown
 from ..errors import ConfigError
 from ..trace.figures import Figures, over_steps
 
@@ -32,11 +31,8 @@ def json_lines(path: str | os.PathLike[str]) -> Sink:
 
     Args:
         path: such as ``"run/steps.jsonl"`` or ``"run/steps-{rank}.jsonl"``.
-
-    Raises:
-        ConfigError: it is no path. What the system says of it is in the log, when the first step is written.
     """
-    return _JsonLines(as_path("path", path, "the path of a file"))
+    return _JsonLines(os.fspath(path))
 
 
 def scalars(writer: ScalarWriter, every: int = 1) -> Sink:
@@ -55,8 +51,8 @@ def scalars(writer: ScalarWriter, every: int = 1) -> Sink:
     counts = isinstance(every, int) and not isinstance(every, bool) and every >= 1
     if not counts or not callable(getattr(writer, "add_scalar", None)):
         raise ConfigError(
-            f"scalars({type(writer).__name__}, every={shown(every)}): expected a writer with "
-            "add_scalar(tag, value, step), and 1 or more steps"
+            f"scalars({type(writer).__name__}, every={every!r}): expected a writer with add_scalar(tag, value, step), "
+            "and 1 or more steps"
         )
     return _Scalars(writer, every)
 

@@ -26,9 +26,7 @@ WAITS = {
     "finish_under_way", "_finish_layer", "make_readable", "_wait_all", "_finish_reductions",
 }  # fmt: skip
 """What waiting, ordering and keeping is called."""
-ON_HOSTS = {
-    "communicator.py", "group.py", "links.py", "peers.py", "rendezvous.py", "ring.py", "tcp.py", "watch.py",
-}  # fmt: skip
+ON_HOSTS = {"communicator.py", "fingerprint.py", "links.py", "ring.py", "tcp.py", "watch.py"}
 """Of ``comm``: waits of threads and between hosts, which tests on the CPU hold."""
 
 

@@ -18,7 +18,7 @@ from paddle import nn
 from paddle.utils import unique_name
 
 from hp_sharding import full_parameters
-from hp_sharding.comm import current_device
+from hp_sharding.comm import current_device, fingerprint
 from tests import sides
 from tests.device import standin
 from tests.dist import (
@@ -308,6 +308,7 @@ CHECKS: list[Check] = [
 
 def play_all(rank: int, nranks: int, scenes: list[Scene], paces: list[standin.Pace]) -> list[list[Snapshots]]:
     """Rank function: all scenes at each pace in turn; on CPU, where there is none, once."""
+    assert fingerprint.is_wanted(), "the ranks are to compare what they launch"
     if not current_device().has_streams:
         return [[_played(rank, nranks, scene) for scene in scenes]]
     device = standin.Device()

@@ -17,14 +17,13 @@ import pytest
 from paddle import nn
 
 import hp_sharding
-from hp_sharding import CheckpointError, ConfigError, full_parameters
+from hp_sharding import CheckpointError, ConfigError
 from hp_sharding.checkpoint import loading
 from hp_sharding.checkpoint.folder import open_checkpoint
 from hp_sharding.config import ShardingConfig
 from hp_sharding.sharding import Grid, build, connect
 from tests import harness, logical
 from tests.lanes import wrap
-from tests.models import loss_of, make_batch, make_model, make_optimizer
 from tests.resuming import Run, Settings
 from tests.sides import BOTH
 from tests.slow_disk import slow_disk
@@ -239,35 +238,3 @@ def _replaced(rank: int, nranks: int, folder: str) -> None:
 
 def test_ranks_look_again_where_one_has_seen_an_older_one(tmp_path: Path) -> None:
     harness.run(_replaced, 2, str(tmp_path))
-
-
-def _evaluates_alone(rank: int, nranks: int, folder: str, stage: int) -> None:
-    """One rank has gathered already when it saves, waits for a save, and loads; the other has not."""
-    model = make_model("mlp")
-    settings = {"stage": stage, **BOTH, "reshard_after_step": True}
-    model, optimizer, _ = wrap(model, make_optimizer("AdamW", model), nranks, **settings)
-
-    def train(step: int) -> None:
-        loss_of(model, make_batch("mlp", step, rank)).backward()
-        optimizer.step()
-        optimizer.clear_grad()
-        if rank == 1:
-            with paddle.no_grad():
-                loss_of(model, make_batch("mlp", step, rank))
-
-    train(0)
-    pending = hp_sharding.save(f"{folder}/first", model, optimizer, asynchronous=True)
-    before = logical.digest(logical.parts(model, optimizer))
-    train(1)
-    pending.wait()
-    train(2)
-    hp_sharding.load(f"{folder}/first", model, optimizer)
-    assert logical.digest(logical.parts(model, optimizer)) == before
-    train(1)
-    with full_parameters(model):
-        pass  # the first rank does not leave the other alone
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_rank_that_has_evaluated_alone_saves_and_loads_with_the_others(stage: int, tmp_path: Path) -> None:
-    harness.run(_evaluates_alone, 2, str(tmp_path), stage)

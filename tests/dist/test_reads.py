@@ -339,40 +339,6 @@ def _inside(rank: int, nranks: int, reshards: bool) -> None:
         assert_equal(values(model), values(plain))
 
 
-def _uneven(rank: int, nranks: int, stage: int) -> None:
-    """One rank has gathered more than the other when both ask for all: it has evaluated, or its forward went on."""
-    model = make_model("mlp")
-    settings = {"stage": stage, **BOTH, "reshard_after_step": True}
-    model, optimizer, _ = wrap(model, make_optimizer("SGD", model), nranks, **settings)
-
-    def read_twice() -> None:
-        for _ in range(2):
-            with full_parameters(model):
-                values(model)
-            assert all(buffer.status is Status.SHARDED for buffer in optimizer.buffers)
-
-    for step in range(3):
-        loss_of(model, make_batch("mlp", step, rank)).backward()
-        with full_parameters(model):
-            pass
-        assert all(buffer.status is Status.READY for buffer in optimizer.buffers)
-        optimizer.step()
-        optimizer.clear_grad()
-        if rank == 1:
-            with paddle.no_grad():
-                loss_of(model, make_batch("mlp", step, rank))
-        read_twice()
-        if rank == 1:
-            loss_of(model, make_batch("mlp", step, rank))  # and raises, as the loader of the other rank has
-        optimizer.clear_grad()
-        read_twice()
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_rank_that_has_gathered_alone_reads_with_the_others(stage: int) -> None:
-    harness.run(_uneven, 2, stage)
-
-
 def _double(param: paddle.Tensor) -> None:
     param.set_value(param.numpy() * 2)
 

@@ -238,7 +238,7 @@ def _alone(rank: int, nranks: int, folder: str) -> list[str]:
             _step(model, optimizer, next(number), rank)
         messages.append(str(raised.value))
     assert not line.enabled
-    with pytest.raises(ConfigError) as raised, line.record(steps=1, path=f"{folder}/none/such.json"):
+    with pytest.raises(ConfigError) as raised, line.record(steps=1, path=f"{folder}/a\0b"):
         _step(model, optimizer, next(number), rank)
     messages.append(str(raised.value))
     with line.record(steps=1, path=f"{folder}/last.json"):

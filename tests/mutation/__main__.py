@@ -10,38 +10,24 @@ from pathlib import Path
 from tests.device import standin
 from tests.harness import REPO_ROOT
 from tests.mutation.breaks import Break
-from tests.mutation.listed import Picked, find_missing, judge_listed
 from tests.mutation.making import Mutant, mutants
 from tests.mutation.running import MutationError, Verdict, find_tests, judge, judge_each
-from tests.mutation.sites import KINDS
 from tests.mutation.streams import BREAKS, TRIED, trial_of
 
 
 def main() -> int:
-    """Judges mutants of each module, the breaks of the stream path, or what is listed of the whole package.
+    """Judges mutants of each module, or the breaks of the stream path.
 
     Returns 0 if all were caught, 1 if some were not, 2 if nothing could be said.
     """
     arguments = _parse()
     try:
-        survivors = _survivors(arguments)
+        survivors = _judge_streams(arguments) if arguments.streams else _judge_modules(arguments)
     except MutationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{len(survivors)} survived", *survivors, sep="\n  ")
     return int(bool(survivors))
-
-
-def _survivors(arguments: argparse.Namespace) -> list[str]:
-    """Of what is asked for."""
-    if arguments.streams:
-        return _judge_streams(arguments)
-    if arguments.find:
-        return find_missing(arguments.modules, arguments.tests, again=arguments.again, jobs=arguments.jobs)
-    if arguments.all:
-        picked = Picked(arguments.modules, arguments.kind, arguments.limit, arguments.seed)
-        return judge_listed(picked, jobs=arguments.jobs)
-    return _judge_modules(arguments)
 
 
 def _judge_modules(arguments: argparse.Namespace) -> list[str]:
@@ -97,25 +83,13 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/mutate", description=__doc__)
     parser.add_argument("modules", type=_module, nargs="*", help="such as hp_sharding/replication.py")
     parser.add_argument("--streams", action="store_true", help="instead: all waits and keep-alives of the stream path")
-    parser.add_argument(
-        "--all", action="store_true", help="instead: every wait, division, check and free of the package"
-    )
-    parser.add_argument("--kind", choices=KINDS, help="with --all: only these")
-    parser.add_argument("--find", action="store_true", help="instead: look for tests for sites that are not listed yet")
-    parser.add_argument("--again", action="store_true", help="with --find: also for those that are listed")
     parser.add_argument("--limit", type=int, help="try only so many, drawn at random (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="another one draws other mutants (default: 0)")
     parser.add_argument("--jobs", type=int, default=1, help="mutants tried at a time (default: 1)")
-    parser.add_argument(
-        "--tests",
-        nargs="+",
-        help="default: unit tests named after the module, or importing from it; of --find without a module: all",
-    )
+    parser.add_argument("--tests", nargs="+", help="default: unit tests named after the module, or importing from it")
     arguments = parser.parse_args()
-    if arguments.streams + arguments.all + arguments.find > 1 or (arguments.streams and arguments.modules):
-        parser.error("--streams, --all and --find exclude each other, and --streams is for all modules")
-    if not (arguments.streams or arguments.all or arguments.find or arguments.modules):
-        parser.error("name modules, or say --streams, --all or --find")
+    if arguments.streams == bool(arguments.modules):
+        parser.error("name modules, or say --streams")
     return arguments
 
 

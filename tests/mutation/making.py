@@ -65,10 +65,10 @@ def mutants(source: str) -> list[Mutant]:
     """All mutants of a module, from its first line to its last. Each one parses, and none equals ``source``."""
     found = []
     for change in _changes(ast.parse(source)):
-        changed = replaced(source, change.node, change.text)
+        changed = _replace(source, change)
         if _parses(changed):
             before = ast.get_source_segment(source, change.node) or ""
-            found.append(Mutant(change.node.lineno, change.what, one_line(before), change.text, changed))
+            found.append(Mutant(change.node.lineno, change.what, _one_line(before), change.text, changed))
     return sorted(found, key=lambda mutant: mutant.line)
 
 
@@ -183,13 +183,14 @@ _KINDS: dict[str, Callable[[ast.AST], Iterator[str]]] = {
 # -- text -------------------------------------------------------------------------------------------------------------
 
 
-def replaced(source: str, node: ast.expr | ast.stmt, text: str) -> str:
+def _replace(source: str, change: _Change) -> str:
     """The source with the text of a node exchanged. Columns of ``ast`` count bytes."""
     lines = source.encode().splitlines(keepends=True)
+    node = change.node
     assert node.end_lineno is not None and node.end_col_offset is not None
     head = lines[node.lineno - 1][: node.col_offset]
     tail = lines[node.end_lineno - 1][node.end_col_offset :]
-    indented = text.replace("\n", "\n" + " " * node.col_offset)
+    indented = change.text.replace("\n", "\n" + " " * node.col_offset)
     middle = head + indented.encode() + tail
     return b"".join([*lines[: node.lineno - 1], middle, *lines[node.end_lineno :]]).decode()
 
@@ -202,7 +203,6 @@ def _parses(source: str) -> bool:
     return True
 
 
-def one_line(text: str, longest: int = 100) -> str:
-    """A text on one line, cut where it is longer."""
+def _one_line(text: str) -> str:
     short = " ".join(text.split())
-    return short if len(short) <= longest else f"{short[: longest - 3]}..."
+    return short if len(short) <= 100 else f"{short[:97]}..."

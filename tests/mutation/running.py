@@ -19,10 +19,7 @@ from typing import NamedTuple
 from tests.harness import REPO_ROOT, machine_env
 from tests.mutation.making import Mutant
 
-_COPIED = (
-    "hp_sharding", "tests", "examples", "benchmarks", "docs", "scripts", "setup.cfg", "pyproject.toml",
-    "CHANGELOG.md", "CONTRIBUTING.md", "README.md", "README_cn.md",
-)  # fmt: skip
+_COPIED = ("hp_sharding", "tests", "examples", "setup.cfg", "pyproject.toml")
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", ".*")
 _START_S = 30.0
 """Added to the time that a mutant's tests may take: Paddle's import on a busy machine."""
@@ -110,7 +107,7 @@ def judge_each(
     """
     with ExitStack() as stack:
         trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
-        copies = [stack.enter_context(copy_of_the_tree()) for _ in range(jobs)]
+        copies = [stack.enter_context(_copy_of_the_tree()) for _ in range(jobs)]
         limit_s = _START_S + 4 * _time_unbroken(copies[0], tests)
         for tree in copies:
             trees.put(tree)
@@ -129,8 +126,7 @@ def judge_each(
 
 
 @contextmanager
-def copy_of_the_tree() -> Iterator[Path]:
-    """Root of a copy of what the tests need, gone afterwards."""
+def _copy_of_the_tree() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="hp_sharding_mutants_") as directory:
         tree = Path(directory)
         for name in _COPIED:

@@ -1,1 +1,1 @@
-"""Long loops: starts and kills, steps in which nothing may grow, delays. ``scripts/soak --help``."""
+"""Long loops: starts that must not fail, and steps in which nothing may grow. ``scripts/soak --help``."""

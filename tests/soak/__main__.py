@@ -1,6 +1,4 @@
-"""The long loops: starts that must not fail, kills that may cost nothing, faults that nobody may hang after, steps in
-which nothing may grow, delays that may change nothing, and calls of the public API in any order, after which a sharded
-training is where a plain one is.
+"""The long loops: starts that must not fail, kills that may cost nothing, steps in which nothing may grow.
 
 Ends with 1 if anything did.
 """
@@ -10,12 +8,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from tests import harness
-from tests.faults import HEAD, Case, Seen, row
-from tests.soak import api, delays, faults, growth, kills, starts
+from tests.soak import growth, kills, starts
 from tests.soak.starts import Split
 
 MB = 2**20
@@ -69,20 +66,6 @@ def _tell_life(number: int, life: kills.Life) -> None:
         print(fault, flush=True)
 
 
-def _faults(arguments: argparse.Namespace, split: Split, stage: int) -> bool:
-    chosen = faults.choose(arguments.count, split, stage, seed=arguments.seed)
-    print(f"{len(chosen)} faults, {split}, stage {stage}\n{HEAD}", flush=True)
-    found = faults.suffer_many(chosen, _tell_fault)
-    print(f"{sum(bool(wrongs) for _, _, wrongs in found)} of {len(found)} went wrong", flush=True)
-    return not any(wrongs for _, _, wrongs in found)
-
-
-def _tell_fault(case: Case, seen: Seen, wrongs: list[str]) -> None:
-    print(row(case, seen), flush=True)
-    for wrong in wrongs:
-        print(f"  WRONG: {wrong}\n{seen.logs}", flush=True)
-
-
 def _steps(arguments: argparse.Namespace, split: Split, stage: int) -> bool:
     print(f"{arguments.count} steps of {arguments.model}, {split}, stage {stage}", flush=True)
     settings = {"stage": stage, "allgather_overlap": True, "reduce_overlap": True}
@@ -91,45 +74,12 @@ def _steps(arguments: argparse.Namespace, split: Split, stage: int) -> bool:
     timeout_s = 60 + 2.0 * arguments.count
     samples_of_ranks = harness.run(growth.train_cycles, split.nranks, course, timeout_s=timeout_s)
     print(f"  {time.monotonic() - begin_s:.1f} s", flush=True)
-    return _nothing_has_grown(samples_of_ranks)
-
-
-def _nothing_has_grown(samples_of_ranks: Sequence[list[growth.Sample]]) -> bool:
     grown = [growth.grown(samples) for samples in samples_of_ranks]
     for rank, samples in enumerate(samples_of_ranks):
         print(f"  rank {rank}: {_first_and_last(samples)}")
         for field, text in grown[rank].items():
             print(f"  rank {rank}: {field} HAS GROWN: {text}", flush=True)
     return not any(grown)
-
-
-def _delays(arguments: argparse.Namespace, split: Split, stage: int) -> bool:
-    well = True
-    for course in delays.courses(stage, split, arguments.count, seed=arguments.seed, lanes=arguments.lanes):
-        print(f"{course.steps} steps, {course}", flush=True)
-        begin_s = time.monotonic()
-        try:
-            found = delays.run(course)
-        except harness.RankFailure as failure:
-            print(f"  FAILED after {time.monotonic() - begin_s:.1f} s: {failure}", flush=True)
-            well = False
-            continue
-        took_s = time.monotonic() - begin_s
-        print(f"  {took_s:.1f} s, {found[0].n_collectives} collectives on rank 0, bit for bit the same", flush=True)
-        samples = [each.samples[delays.WARM_UP :] for each in found]
-        if len(samples[0]) >= delays.FEWEST_SAMPLES:
-            well = _nothing_has_grown(samples) and well
-    return well
-
-
-def _api(arguments: argparse.Namespace, split: Split, stage: int) -> bool:
-    print(f"{arguments.count} programs of calls, {split}, stage {stage}", flush=True)
-    begin_s = time.monotonic()
-    fault = api.run_many(arguments.count, split, stage)
-    print(f"  {time.monotonic() - begin_s:.1f} s, {'FAILED' if fault else 'ok'}", flush=True)
-    if fault:
-        print(fault, flush=True)
-    return not fault
 
 
 def _first_and_last(samples: list[growth.Sample]) -> str:
@@ -147,10 +97,7 @@ def _first_and_last(samples: list[growth.Sample]) -> str:
 LOOPS = {
     "starts": _Loop(_starts, [Split(2, 2)], [2]),
     "kills": _Loop(_kills, [Split(1, 2), Split(2, 2)], [2, 3]),
-    "faults": _Loop(_faults, [Split(1, 2)], [2, 3]),
-    "delays": _Loop(_delays, [Split(1, 4), Split(2, 2)], [1, 2, 3]),
     "steps": _Loop(_steps, [Split(1, 2), Split(2, 2)], [1, 2, 3]),
-    "api": _Loop(_api, [Split(1, 1), Split(1, 2), Split(2, 2)], [1, 2, 3]),
 }
 
 
@@ -162,24 +109,10 @@ def _parse() -> argparse.Namespace:
     killed = loops.add_parser("kills", help="kill a training while it saves, and go on from what is left")
     killed.add_argument("--count", type=_at_least_one, default=50, help="kills of each split and stage (default: 50)")
     killed.add_argument("--seed", type=int, default=0, help="of the moments and victims (default: 0)")
-    struck = loops.add_parser(
-        "faults", help="let one rank die, stop, raise, leave, be late or be cut off, in each phase"
-    )
-    struck.add_argument("--count", type=_at_least_one, default=1000, help="of each split and stage (default: all)")
-    struck.add_argument("--seed", type=int, default=0, help="of which ones, where not all (default: 0)")
     steps = loops.add_parser("steps", help="train many steps, in which nothing may grow")
     steps.add_argument("--count", type=_at_least_one, default=2000, help="steps after the warm-up (default: 2000)")
     steps.add_argument("--model", choices=["mlp", "gpt", "gpt_recompute", "conv"], default="gpt", help="default: gpt")
-    late = loops.add_parser("delays", help="train with delays everywhere, which may not change a bit")
-    late.add_argument("--count", type=_at_least_one, default=2000, help="steps of each split and stage (default: 2000)")
-    late.add_argument("--seed", type=int, default=0, help="of the delays and of what is done (default: 0)")
-    late.add_argument("--lanes", choices=[delays.REAL, delays.FAKE], default=delays.REAL, help="default: real")
-    calls = loops.add_parser("api", help="run programs of calls of the public API beside plain Paddle")
-    calls.add_argument(
-        "--count", type=_at_least_one, default=200, help="programs of each split and stage (default: 200)"
-    )
-    parsers = {"starts": again, "kills": killed, "faults": struck, "steps": steps, "delays": late, "api": calls}
-    for name, each in parsers.items():
+    for name, each in (("starts", again), ("kills", killed), ("steps", steps)):
         splits, stages = (" ".join(map(str, usual)) for usual in (LOOPS[name].splits, LOOPS[name].stages))
         each.add_argument("--split", type=Split.parse, nargs="+", help=f"replicas x shard ranks (default: {splits})")
         each.add_argument("--stage", type=int, choices=[1, 2, 3], nargs="+", help=f"default: {stages}")

@@ -15,21 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import paddle
 from paddle.base import core
 
 from hp_sharding import full_parameters
-from hp_sharding.comm import history
 from hp_sharding.pool import StoragePool
 from tests.lanes import wrap
 from tests.models import loss_of, make_batch, make_model, make_optimizer
 
 CYCLE_STEPS = 8
 WARM_UP_CYCLES = 4
-_KEPT_LAUNCHES = 16
-"""Of each lane: the warm-up is to fill what is kept of them, also where a step launches one."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -86,11 +82,10 @@ class Course(NamedTuple):
 def train_cycles(rank: int, nranks: int, course: Course) -> list[Sample]:
     """Rank function: a sample for each cycle after the warm-up."""
     model = make_model(course.model)
-    with mock.patch.object(history, "KEPT", _KEPT_LAUNCHES):
-        model, optimizer, _ = wrap(
-            model, make_optimizer("AdamW", model), nranks,
-            n_replicas=course.n_replicas, delay_s=0.0, poison=False, **course.settings,
-        )  # fmt: skip
+    model, optimizer, _ = wrap(
+        model, make_optimizer("AdamW", model), nranks,
+        n_replicas=course.n_replicas, delay_s=0.0, poison=False, **course.settings,
+    )  # fmt: skip
     pool = optimizer.buffers[0].place.pool
     kept: list[Any] = []
     samples: list[Sample] = []
@@ -102,7 +97,7 @@ def train_cycles(rank: int, nranks: int, course: Course) -> list[Sample]:
                 kept.append(LEAKS[course.leak](pool))
             with full_parameters(model):
                 pass  # gathers that the last step has started are over
-            samples.append(take_sample(pool, slices.number, len(samples)))
+            samples.append(_sample(pool, slices.number, len(samples)))
     for thing in kept:
         _give_back(thing)
     return samples[WARM_UP_CYCLES:]
@@ -130,7 +125,7 @@ class _Count:
     number: int = 0
 
 
-def take_sample(pool: StoragePool, n_slices: int, n_samples: int) -> Sample:
+def _sample(pool: StoragePool, n_slices: int, n_samples: int) -> Sample:
     gc.collect()
     objects = gc.get_objects()
     forgotten = sum(map(_is_keywords, objects)) + n_slices

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import signal
 import threading
 import types
 import weakref
@@ -189,29 +188,6 @@ def test_an_exception_of_a_hook_comes_out_as_itself(listener: _Listener, error: 
     assert caught.value.__cause__ is None
     assert listener.told == ["a begin", "a abort"]
     assert not backward.in_backward()
-
-
-def test_ctrl_c_comes_out_as_itself_wherever_it_comes_in(listener: _Listener) -> None:
-    """Python meets it in the first code of its own that runs in a backward, such as a hook that keeps nothing."""
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt) as caught:
-        _loss(lambda: signal.raise_signal(signal.SIGINT)).backward()
-    assert caught.value.__cause__ is None
-    assert listener.told == ["a begin", "a abort"]
-    assert signal.getsignal(signal.SIGINT) is before is signal.default_int_handler
-
-
-def test_a_script_that_handles_ctrl_c_itself_does_so_in_a_backward_too(listener: _Listener) -> None:
-    def handle(number: int, frame: Any) -> None:
-        listener.told.append("handled")
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        _loss(lambda: signal.raise_signal(signal.SIGINT)).backward()
-        assert signal.getsignal(signal.SIGINT) is handle
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert listener.told == ["a begin", "handled", "a end"]
 
 
 def test_the_first_kept_exception_counts(listener: _Listener) -> None:

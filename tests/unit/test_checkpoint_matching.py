@@ -269,11 +269,11 @@ def test_optimizers_with_state_of_their_own_are_refused(call: Any, tmp_path: Pat
 def test_arguments_that_are_something_else_are_refused(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     save(tmp_path / "c", model)
-    with pytest.raises(ConfigError, match=r"scaler=3 \(int\): expected"):
+    with pytest.raises(ConfigError, match="scaler: expected"):
         save(tmp_path / "c", model, scaler=3)
-    with pytest.raises(ConfigError, match=r"scaler=3 \(int\): expected"):
+    with pytest.raises(ConfigError, match="scaler: expected"):
         load(tmp_path / "c", model, scaler=3)
-    with pytest.raises(ConfigError, match=r"path=.. \(str\): expected"):
+    with pytest.raises(ConfigError, match="path: expected"):
         save("", model)
     with pytest.raises(ConfigError, match="format: expected"):
         save_full(tmp_path / "c", model, format="npz")

@@ -15,7 +15,6 @@ import click
 import click.testing
 import pytest
 
-from hp_sharding import cli
 from hp_sharding.cli import main
 from hp_sharding.trace import chrome
 from tests.checkpoints import some_tensors, write_checkpoint
@@ -135,24 +134,3 @@ def test_both_names_of_the_program_are_one() -> None:
     ]
     assert said[0] == said[1]
     assert said[0].startswith("hp_sharding, version ")
-
-
-def test_a_command_that_needs_paddle_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise ModuleNotFoundError("No module named 'paddle'", name="paddle")
-
-    monkeypatch.setattr(cli, "find_spec", lambda _: None)
-    monkeypatch.setattr("hp_sharding.doctor.run", fail)
-    found = click.testing.CliRunner().invoke(main, ["doctor"])
-    assert found.exit_code == 1
-    assert found.output.startswith("Error: PaddlePaddle is not installed; see https://")
-
-
-def test_a_command_that_cannot_be_imported_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise ImportError("libcrypto.so.3 is missing")
-
-    monkeypatch.setattr("importlib.import_module", fail)
-    found = click.testing.CliRunner().invoke(main, ["plan", "llama2-7b", "--ranks", "8"])
-    assert found.exit_code == 1
-    assert found.output == "Error: plan: ImportError: libcrypto.so.3 is missing\n"

@@ -109,16 +109,6 @@ def test_a_failed_send_ends_the_receive_too(ends: tuple[TcpLinks, Ways]) -> None
         received.wait()
 
 
-def test_the_connections_are_closed_once_the_threads_have_ended() -> None:
-    to_next, next_end = _connection()
-    before_end, from_before = _connection()
-    links = TcpLinks("ends", Ways(to_next, from_before))
-    with next_end, before_end:
-        links.stop()
-        assert links.join(time.monotonic() + PATIENCE_S)
-        assert [to_next.fileno(), from_before.fileno()] == [-1, -1]
-
-
 def test_a_failed_message_is_not_kept(ends: tuple[TcpLinks, Ways]) -> None:
     links, others = ends
     message = np.zeros(100_000, np.uint8)

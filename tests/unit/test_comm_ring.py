@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_sharding.comm import ring
-from hp_sharding.comm.links import TcpLinks, Transfer, Ways
+from hp_sharding.comm.links import TcpLinks, Ways
 from hp_sharding.comm.memory import ELEMENT_TYPES, Bytes, Span
 from hp_sharding.comm.ring import Ring, even_chunks
 from hp_sharding.comm.rounding import convert
@@ -330,47 +330,3 @@ def test_even_chunks(numel: int, nranks: int) -> None:
     assert [chunk.start for chunk in chunks[1:]] == [chunk.stop for chunk in chunks[:-1]]
     assert (chunks[0].start, chunks[-1].stop) == (0, numel)
     assert max(chunk.numel for chunk in chunks) == -(-numel // nranks)
-
-
-def test_all_that_was_sent_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until then the memory may not be used again."""
-    waited: set[int] = set()
-    sent: list[Transfer] = []
-    wait, start_send = Transfer.wait, TcpLinks.start_send
-
-    def noting_wait(self: Transfer) -> None:
-        waited.add(id(self))
-        wait(self)
-
-    def noting_send(self: TcpLinks, *arguments: Any) -> Transfer:
-        sent.append(start_send(self, *arguments))
-        return sent[-1]
-
-    monkeypatch.setattr(Transfer, "wait", noting_wait)
-    monkeypatch.setattr(TcpLinks, "start_send", noting_send)
-    terms = _terms(3, 60)
-
-    def act(ring_: Ring) -> None:
-        chunks = even_chunks(60, 3)
-        ring_.reduce_scatter(np.zeros(20, np.float32), terms[ring_.rank], chunks, FLOAT32)
-
-    with _tiny(16):
-        _on_ring(3, act)
-    assert len(sent) > 6
-    assert {id(transfer) for transfer in sent} <= waited
-
-
-@pytest.mark.parametrize(("numel", "multiple", "npieces"), [(0, 1, 0), (1, 1, 1), (10, 1, 1), (11, 1, 2), (95, 2, 10)])
-def test_there_are_no_more_pieces_than_needed(numel: int, multiple: int, npieces: int) -> None:
-    found = ring._pieces(Span(3, 3 + numel), 10, multiple)
-    assert len(found) == npieces
-    assert sum(piece.numel for piece in found) == numel
-
-
-def test_what_is_small_is_cut_too_so_that_parts_overlap() -> None:
-    piece_bytes = ring._MIN_PIECE_BYTES
-    data = np.zeros(2 * 2 * piece_bytes // 4, np.float32)
-    work = ring._ReduceScatter(Ring(0, 2, mock.Mock()), data[:1], data, even_chunks(len(data), 2), FLOAT32)
-    assert [piece.numel * 4 for piece in work._pieces_of(0)] == [piece_bytes] * 2
-    chunk = Span(0, ring._ROUNDED_NPIECES * ring._MIN_PIECE_BYTES)
-    assert len(ring._rounded_pieces(chunk)) == ring._ROUNDED_NPIECES

@@ -130,7 +130,7 @@ def test_what_is_looked_at_is_all_there_is() -> None:
     }
     assert wanted <= set(PUBLIC)
     assert _attributes(ShardingConfig) >= {"stage", "timeline"}
-    assert _attributes(hp_sharding.CommError) == {"message", "report", "op", "label", "lane", "rank", "peer"}
+    assert _attributes(hp_sharding.CommError) == {"op", "label", "lane", "rank", "peer"}
     assert _attributes(hp_sharding.Status) == {"SHARDED", "SYNCING", "READY"}
 
 

@@ -77,32 +77,6 @@ def test_a_gradient_that_is_set_is_the_one_that_counts(stage: int) -> None:
 
 
 @STAGES
-def test_a_gradient_that_is_set_replaces_what_nobody_has_sent(stage: int) -> None:
-    found = []
-    for leaves_something in (False, True):
-        rig = _shard(stage=stage)
-        param = rig.model.parameters()[0]
-        if leaves_something:
-            with rig.optimizer.no_sync():
-                _backward(rig.model, 0)
-        rig.optimizer.set_full_grad(param, paddle.full(param.shape, 0.5))
-        rig.optimizer.step()
-        found.append(_final(rig.model)[0])
-    np.testing.assert_array_equal(found[1], found[0])
-
-
-@STAGES
-def test_a_parameter_whose_gradient_was_cleared_is_skipped(stage: int) -> None:
-    """A step with zeros would move it still."""
-    rig = _shard("AdamW", stage=stage)
-    before = _final(rig.model)[0]
-    _backward(rig.model, 0)
-    rig.model.parameters()[0].clear_gradient(False)
-    rig.optimizer.step()
-    np.testing.assert_array_equal(_final(rig.model)[0], before)
-
-
-@STAGES
 def test_what_is_set_can_be_asked_for_and_sends_nothing(stage: int) -> None:
     rig = _shard(stage=stage)
     param = rig.model.layers[1].weight

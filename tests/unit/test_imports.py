@@ -13,13 +13,10 @@ PACKAGE = REPO_ROOT / "hp_sharding"
 
 ORDER = [
     "errors",
-    "limits",
-    "arguments",
     "config",
     "layout",
     "trace",
     "progress",
-    "options",
     "comm",
     "timeline",
     "broadcast",
@@ -40,28 +37,23 @@ ORDER = [
     "places",
     "hooks",
     "running",
-    "divergence",
     "facts",
     "replication",
     "sent",
     "in_flight",
-    "reduce_lanes",
     "reduction",
     "ownership",
     "schedule",
-    "failure",
     "numerics",
     "nonfinite",
     "fusing",
     "updates",
     "assembly",
-    "alike",
     "scaling",
     "gradients",
     "moments",
     "states",
     "sharded_weights",
-    "step_update",
     "optimizer",
     "recorded",
     "relayout",
@@ -78,7 +70,7 @@ ORDER = [
 ]
 """Every module and package of hp_sharding. Each may import those above it, and none below."""
 
-WITHOUT_PADDLE = {"errors", "arguments", "config", "layout", "trace", "foresight"}
+WITHOUT_PADDLE = {"errors", "config", "layout", "trace", "foresight"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
 MAX_LINES = 500
 

@@ -190,14 +190,6 @@ def test_a_large_unit_between_small_ones_keeps_its_buckets_to_itself() -> None:
     assert [bucket.units for bucket in buckets] == [(0,), (1,), (1,), (1,), (2, 3)]
 
 
-def test_neither_end_of_a_large_unit_shares_a_bucket_with_a_small_one() -> None:
-    """Though its first and its last parameter would fit in beside them."""
-    sizes = [(0, 512), (1, 512), (1, 4096), (1, 4096), (1, 512), (2, 512)]
-    params = [ParamSpec(f"p{i}", size // 4, "float32", 4, unit, False) for i, (unit, size) in enumerate(sizes)]
-    buckets = _plan(params, BucketRules(1, 4096, True, True))
-    assert [[slot.param for slot in bucket.slots] for bucket in buckets] == [[0], [1], [2], [3], [4], [5]]
-
-
 @pytest.mark.parametrize(("value", "rounded"), [(0, 0), (1, 512), (512, 512), (513, 1024)])
 def test_round_up(value: int, rounded: int) -> None:
     assert round_up(value, 512) == rounded

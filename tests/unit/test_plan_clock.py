@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
-
 import pytest
 
 from hp_sharding.plan.clock import Clock, Duty, Transfer
@@ -140,29 +137,3 @@ def test_nobody_waits_for_what_never_comes() -> None:
     clock = Clock(ONE)
     with pytest.raises(AssertionError, match="nobody has started"):
         clock.wait(_transfer(1.0))
-
-
-def test_a_transfer_that_has_begun_keeps_nothing_of_the_one_before() -> None:
-    clock, first = Clock(ONE), _transfer(10 * MB)
-    second = _transfer(20 * MB, after=first)
-    _start(clock, "reduce", first)
-    _start(clock, "replicate", second)
-    clock.wait(second)
-    before = weakref.ref(first)
-    del first
-    assert before() is None
-
-
-def test_compute_beside_a_busy_lane_passes_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    speeds, clock = Clock._speeds, Clock(Hardware(Link(100 * MB, 0.0), compute_slowdown={"gather": 2.0}))
-    _start(clock, "gather", _transfer(100 * MB))
-    calls: list[bool] = []
-
-    def counted(clock: Clock, *arguments: Any, computing: bool) -> Any:
-        calls.append(computing)
-        return speeds(clock, *arguments, computing=computing)
-
-    monkeypatch.setattr(Clock, "_speeds", counted)
-    clock.compute(0.2, "forward", "layer")
-    assert clock.now_s == pytest.approx(0.4)
-    assert calls == [True]

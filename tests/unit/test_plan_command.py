@@ -12,7 +12,6 @@ import paddle
 import pytest
 
 from hp_sharding.cli import main
-from hp_sharding.plan import choices, preparing
 from hp_sharding.plan.hardware import Hardware, Link
 from hp_sharding.trace import chrome
 from tests import timelines
@@ -191,14 +190,3 @@ def test_wrong_use_ends_with_2(arguments: tuple[str, ...], said: str) -> None:
     found = _call(*arguments)
     assert found.exit_code == 2
     assert said in found.output
-
-
-def test_what_is_not_said_of_a_machine_is_guessed() -> None:
-    hardware = preparing._hardware(preparing.Request("x", bandwidth_gbit=8.0, memory_gb_s=100.0))
-    assert hardware.shard == (1e9, preparing._LATENCY_US / 1e6)
-    assert (hardware.update_bytes_s, hardware.copy_bytes_s) == (1e11, 0.5e11)
-
-
-def test_ranks_are_divided_into_replicas() -> None:
-    wanted = choices.Wanted(8, (2, 4), (2,), (25.0,), (1,), {})
-    assert [choice.ranks for choice in wanted.choices()] == [(4, 2), (2, 4)]

@@ -108,16 +108,3 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for name in (path, tmp_path / "missing.json"):
         with pytest.raises(ConfigError, match=name.name):
             Hardware.read(name)
-
-
-@pytest.mark.parametrize(
-    ("values", "text"), [({"host_ranks": 0}, "host_ranks is to be"), ({"launch_s": -1}, "launch_s")]
-)
-def test_numbers_that_make_no_sense_are_named(values: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        Hardware(Link(1e9, 0.0), **values)
-
-
-def test_links_cannot_become_infinitely_slow() -> None:
-    with pytest.raises(ConfigError, match="factor is to be a finite number above 0"):
-        Hardware(Link(1e9, 0.0)).with_links(0.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import paddle
 import paddle.nn.functional as F
@@ -12,7 +11,6 @@ from paddle import nn
 from paddle.distributed.fleet.utils import recompute
 
 from hp_sharding.config import ShardingConfig
-from hp_sharding.plan import measuring
 from hp_sharding.plan.hardware import Hardware, Link
 from hp_sharding.plan.measuring import measure
 from hp_sharding.plan.profile import Unit
@@ -112,55 +110,3 @@ def test_what_a_unit_without_parameters_takes_is_planned_as_well() -> None:
     taken_s = sum((unit.forward_s or 0) + (unit.backward_s or 0) for unit in profile.units)
     assert taken_s >= 0.1
     assert predict(profile, FAST, Ranks(2), ShardingConfig()).step_ms == pytest.approx(taken_s * 1e3, rel=0.01)
-
-
-class _Positions(nn.Layer):
-    """Uses a parameter of its own first, and then its layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions = self.create_parameter([WIDTH])
-        self.blocks = nn.LayerList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
-
-    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        x = x + self.positions
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def test_what_comes_first_in_each_step_is_not_late() -> None:
-    model = _Positions()
-    profile = measure(model, model, ShardingConfig(), draw=_batch, steps=2).profile
-    assert [unit.borrows for unit in profile.units] == [()] * len(profile.units)
-
-
-def test_no_gradient_is_left() -> None:
-    model = _Positions()
-    measure(model, model, ShardingConfig(), draw=_batch, steps=1)
-    assert [param.grad for param in model.parameters()] == [None] * 5
-
-
-def test_a_device_is_waited_for_before_its_time_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[bool] = []
-    monkeypatch.setattr(paddle.device, "synchronize", lambda: waited.append(True))
-    begin_s = time.perf_counter()
-    assert begin_s <= measuring._DeviceMemory().now_s() <= time.perf_counter()
-    assert waited == [True]
-
-
-def test_an_update_passes_through_half_of_everything_and_divides_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    updated: list[Any] = []
-
-    def once(call: Any, *_: Any) -> float:
-        call()
-        return 2.0
-
-    def keep(_: Any, __: Any, ___: Any, pairs: Any, **____: Any) -> None:
-        updated.extend((param.shape, float(gradient.mean())) for param, gradient in pairs)
-
-    monkeypatch.setattr(measuring, "_shortest_s", once)
-    monkeypatch.setattr(paddle.optimizer.AdamW, "_apply_optimize", keep)
-    assert measuring.update_bytes_s([100, 60]) == measuring._UPDATE_BYTES * 80 / 2.0
-    assert updated == [([50], 0.5), ([30], 0.5)]
-    assert measuring.copy_bytes_s() == 4 * measuring._COPY_NUMEL * measuring._COPIES / 2.0

@@ -15,11 +15,10 @@ from paddle import nn
 from hp_sharding.config import ShardingConfig
 from hp_sharding.errors import ConfigError
 from hp_sharding.layout import BucketRules, ParamSpec, model_state_bytes, plan_buckets
-from hp_sharding.plan import replay, scaled
 from hp_sharding.plan.hardware import Hardware, Link
 from hp_sharding.plan.measuring import measure
 from hp_sharding.plan.profile import Param, Profile, Unit
-from hp_sharding.plan.replay import BOUND_SHARE, Prediction, Ranks, Training, predict
+from hp_sharding.plan.replay import Prediction, Ranks, Training, predict
 from tests import fakes
 from tests.models import Mlp
 
@@ -332,24 +331,3 @@ def test_what_measurements_choose_cannot_be_planned(name: str) -> None:
     config = ShardingConfig(**settings)
     with pytest.raises(ConfigError, match=f"{name}='auto'"):
         predict(FOUR, FAST, Ranks(2), config)
-
-
-def test_waits_of_the_first_steps_do_not_count() -> None:
-    # All of 4 MB is reduced and gathered within the step, half of it by each rank: too little of 1200 ms to matter.
-    link = Hardware(Link(4 * MB / (0.5 * BOUND_SHARE * 1.2), 0.0))
-    found = predict(FOUR, link, Ranks(2), ShardingConfig(stage=2))
-    assert BOUND_SHARE * found.step_ms / 3 < found.exposed_ms < BOUND_SHARE * found.step_ms
-    assert found.bound == "compute"
-
-
-def test_the_log_is_as_before() -> None:
-    predict(FOUR, FAST, Ranks(2), ShardingConfig(stage=2))
-    assert replay._is_warning not in replay.LOG.filters
-
-
-def test_what_layers_without_matrices_take_is_theirs_in_equal_parts() -> None:
-    params = tuple(Param(f"norm.{name}.weight", (8,), "float32", False) for name in "ab")
-    unit = Unit("norm", params, 0.1, 0.3, activation_bytes=100)
-    made = scaled.ScaledUnit(unit, player=None)  # type: ignore[arg-type]
-    uses = scaled._uses(made, made.places)
-    assert [(use.forward_s, use.backward_s, use.activation_bytes) for use in uses] == [(0.05, 0.15, 50.0)] * 2

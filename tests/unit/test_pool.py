@@ -13,8 +13,7 @@ import paddle
 import pytest
 from paddle.base.framework import EagerParamBase
 
-from hp_sharding.layout import ALIGNMENT_BYTES
-from hp_sharding.pool import DevicePool, StoragePool
+from hp_sharding.pool import StoragePool
 from tests.fakes import PoisoningPool
 from tests.harness import machine_env
 
@@ -186,8 +185,7 @@ def test_a_tensor_may_outlive_its_pool() -> None:
 
 _TWO_THREADS = """
 import threading, time
-from hp_sharding.layout import ALIGNMENT_BYTES
-from hp_sharding.pool import DevicePool, StoragePool
+from hp_sharding.pool import StoragePool
 
 pool = StoragePool(poison=lambda block: time.sleep(0.3))
 tensors = [pool.alloc(8, "float32"), pool.alloc(8, "float32")]
@@ -203,19 +201,3 @@ thread.join()
 def test_blocks_may_come_back_in_two_threads_at_once() -> None:
     """In a process of its own: a deadlock below Python cannot be ended otherwise."""
     subprocess.run([sys.executable, "-c", _TWO_THREADS], timeout=200, check=True, env={**os.environ, **machine_env()})
-
-
-def test_what_stands_for_freed_vectors_of_a_device_is_the_end_of_one_aligned_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    shapes: list[list[int]] = []
-    full = paddle.full
-
-    def note(shape: list[int], *arguments: Any) -> paddle.Tensor:
-        shapes.append(shape)
-        return full(shape, *arguments)
-
-    monkeypatch.setattr(paddle, "full", note)
-    for dtype, numel in (("float32", ALIGNMENT_BYTES // 4), ("float16", ALIGNMENT_BYTES // 2)):
-        assert DevicePool().absent(7, dtype).shape == [1]
-        assert shapes.pop() == [numel]

@@ -398,6 +398,80 @@ def test_an_order_that_changes_all_the_time_is_published_now_and_then() -> None:
     assert published == [*range(PUBLISH_ALWAYS_ROUNDS), PUBLISH_EVERY_ROUNDS]
 
 
+# -- failures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("filled", [[], [2], [2, 1], [0], [2, 1, 0]])
+def test_clear_completes_the_round_of_a_failed_backward(stage: int, filled: list[int]) -> None:
+    """Ranks on which the same backward went well have reduced every bucket once, and so must this one."""
+    pipe = Pipeline(3, stage=stage)
+    pipe.abort(filled)
+    pipe.reducer.clear(set_to_zero=True)
+    assert pipe.order() == [2, 1, 0]
+    assert len(pipe.agree.labels("all_reduce")) == 1
+    assert pipe.reduce.n_pending == 0
+    pipe.reducer.clear(set_to_zero=True)
+    assert len(pipe.order()) == 3
+    pipe.backward({2: 1.0, 1: 2.0, 0: 3.0})
+    assert [pipe.sums(bucket) for bucket in (2, 1, 0)] == [[1, 1], [2, 2], [3, 3]]
+
+
+def test_a_failed_backward_of_something_else_is_not_ours() -> None:
+    pipe = Pipeline(1)
+    pipe.reducer.begin_backward()
+    pipe.reducer.abort_backward()
+    pipe.reducer.clear(set_to_zero=True)
+    assert pipe.log == []
+
+
+def test_a_failure_without_sync_sends_nothing() -> None:
+    pipe = Pipeline(2)
+    pipe.reducer.sync = False
+    pipe.abort([1])
+    pipe.reducer.sync = True
+    pipe.reducer.clear(set_to_zero=True)
+    assert pipe.log == []
+    pipe.backward({1: 1.0, 0: 1.0})
+    assert pipe.sums(1) == [1, 1]
+
+
+@pytest.mark.parametrize("set_to_zero", [True, False])
+def test_clear_forgets_who_was_used_as_paddle_does(set_to_zero: bool) -> None:
+    pipe = Pipeline(1)
+    pipe.backward({0: 1.0})
+    pipe.reducer.clear(set_to_zero)
+    assert pipe.reducer.used == [[set_to_zero, set_to_zero]]
+
+
+def test_after_clear_a_backward_of_something_else_sends_nothing() -> None:
+    pipe = Pipeline(2)
+    pipe.reducer.arm()  # a forward that raised
+    pipe.reducer.clear(set_to_zero=True)
+    pipe.reducer.begin_backward()
+    pipe.reducer.end_backward()
+    assert pipe.log == []
+
+
+def test_clear_waits_for_what_is_under_way() -> None:
+    pipe = Pipeline(2)
+    pipe.backward({1: 1.0, 0: 1.0})
+    pipe.reducer.clear(set_to_zero=True)
+    assert (pipe.reduce.n_pending, pipe.agree.n_pending) == (0, 0)
+
+
+def test_clear_without_sync_gives_the_gradients_up() -> None:
+    pipe = Pipeline(2)
+    pipe.reducer.sync = False
+    pipe.backward({1: 1.0, 0: 1.0})
+    pipe.reducer.clear(set_to_zero=True)
+    pipe.reducer.sync = True
+    pipe.reducer.reduce_leftovers()
+    assert pipe.log == []
+    pipe.backward({1: 2.0, 0: 2.0})
+    assert pipe.sums(1) == [2, 2]
+
+
 def test_a_work_under_way_is_a_work_of_the_interface() -> None:
     pipe = Pipeline(1)
     pipe.backward({0: 1.0})

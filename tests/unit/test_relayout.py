@@ -15,7 +15,6 @@ from paddle.utils import unique_name
 
 import hp_sharding
 from hp_sharding import StateError, full_parameters, relayout
-from hp_sharding.assembly import control_lanes
 from hp_sharding.moments import make_moments, moments_of
 from tests.fakes import Rig, wrap
 from tests.models import make_optimizer
@@ -202,74 +201,3 @@ def test_an_interrupt_before_anything_has_moved_changes_nothing(monkeypatch: pyt
     inner = make_optimizer("AdamW", plain)
     TASKS["mlp"].run(0, plain, inner)
     assert TASKS["mlp"].run(1, rig.model, rig.optimizer) == TASKS["mlp"].run(1, plain, inner)
-
-
-# -- what is let go of -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("settings", [{"stage": 1}, {"stage": 2, "reshard_after_step": True}, {"stage": 3}], ids=str)
-def test_old_storage_goes_before_new_buckets_take_theirs(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All of it at once is more than training needs."""
-    rig = _wrapped("bfloat16", settings)
-    rig.optimizer.tuning.is_over = True  # type: ignore[union-attr]
-    _steps(rig, range(2))
-    rig.model(paddle.ones([4, WIDTH])).sum().backward()
-    rig.optimizer.clear_grad()
-    old, arena, updates = rig.optimizer.buffers, rig.optimizer._arena, rig.optimizer._updates
-    fill = relayout._fill_buckets
-    seen: list[Any] = []
-    trims: list[None] = []
-
-    def look(*arguments: Any, **named: Any) -> Any:
-        shards = [buffer.shard.shape[0] for buffer in old if buffer.owns_shard]
-        gradients = [buffer.gradient.full for buffer in old if buffer.gradient.full is not None]
-        seen.append((shards, gradients, dict(updates._parts), [places.slices for places in arena._places.values()]))
-        return fill(*arguments, **named)
-
-    monkeypatch.setattr(relayout, "_fill_buckets", look)
-    monkeypatch.setattr(rig.pool, "trim", lambda: trims.append(None))
-    _move(rig, 25)
-    [(shards, gradients, parts, slices)] = seen
-    assert set(shards) <= {0}
-    assert gradients == []
-    assert parts == {}
-    assert all(not each for each in slices)
-    assert all(buffer.full is None for buffer in old)
-    assert trims
-
-
-def test_what_was_learned_for_other_buckets_is_forgotten() -> None:
-    rig = _wrapped("float32", {"stage": 2})
-    rig.optimizer.tuning.is_over = True  # type: ignore[union-attr]
-    _steps(rig, range(1))
-    schedule = rig.optimizer._schedule
-    schedule.learned_gather_order = [0]
-    schedule.adopt_layout(schedule.buffers, schedule.reducer)
-    assert schedule.learned_gather_order is None
-
-
-def test_ranks_that_keep_other_moments_of_a_parameter_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = _wrapped("float32", {"stage": 2})
-    rig.optimizer.tuning.is_over = True  # type: ignore[union-attr]
-    _steps(rig, range(1))
-    real = relayout._gather
-
-    def differ(lane: Any, shard: paddle.Tensor, *, label: str) -> paddle.Tensor:
-        whole = real(lane, shard, label=label)
-        return paddle.concat([whole, whole + 1.0]) if label == "moments" else whole
-
-    class Two:
-        nranks = 2
-
-    monkeypatch.setattr(
-        relayout, "_gather", lambda lane, *a, **k: differ(control_lanes(_foundation(rig).lanes)[-1], *a, **k)
-    )
-    monkeypatch.setattr(relayout, "control_lanes", lambda _: [Two()])
-    with pytest.raises(StateError, match="AdamW keeps other things of its parameters on other ranks"):
-        relayout._agree_on_moments(rig.optimizer, _foundation(rig), "")
-
-
-def _foundation(rig: Rig) -> Any:
-    return rig.optimizer.tuning._foundation  # type: ignore[union-attr]

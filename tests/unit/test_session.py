@@ -10,7 +10,6 @@ from typing import Any
 
 import paddle
 import paddle.distributed.fleet as paddle_fleet
-import paddle.distributed.fleet.base.topology as topology
 import pytest
 
 from hp_sharding import fleet
@@ -19,7 +18,6 @@ from hp_sharding.errors import ConfigError
 from hp_sharding.fleet import session as session_module
 from hp_sharding.fleet.session import Session
 from hp_sharding.fleet.strategy import Degrees, DistributedStrategy
-from tests import fakes
 
 
 class _Sharded:
@@ -283,17 +281,6 @@ class TestDistributedOptimizer:
         with pytest.raises(ConfigError, match=r"asks for dp_degree=1, sharding_degree=2, but fleet\.init made"):
             session.distributed_optimizer(_sgd(model), strategy=_strategy())
 
-    def test_refuses_another_time_limit_than_that_of_init(self, session: Session) -> None:
-        model = session.distributed_model(paddle.nn.Linear(2, 2))
-        with pytest.raises(ConfigError, match=r"sets timeout_s=7, but the model was connected with 300; set it in"):
-            session.distributed_optimizer(_sgd(model), strategy=_strategy(timeout_s=7.0))
-
-    def test_refuses_what_contradicts_paddles_main_grad(self, session: Session) -> None:
-        model = session.distributed_model(paddle.nn.Linear(2, 2))
-        model.weight.main_grad = None
-        with pytest.raises(ConfigError, match=r"\['main_grad'\]=False contradicts MixPrecisionLayer"):
-            session.distributed_optimizer(_sgd(model), strategy=_strategy(main_grad=False))
-
     def test_takes_a_strategy_of_its_own(self, session: Session) -> None:
         model = session.distributed_model(paddle.nn.Linear(2, 2))
         with pytest.raises(ConfigError, match="does not divide"):
@@ -331,21 +318,3 @@ class TestEverythingElseIsPaddles:
     def test_a_wrong_name_says_so(self) -> None:
         with pytest.raises(AttributeError, match=r"hp_sharding\.fleet.*'destributed_model'"):
             _ = fleet.destributed_model
-
-
-def test_a_model_that_was_sharded_without_fleet_is_refused(session: Session) -> None:
-    model = paddle.nn.Linear(2, 2)
-    rig = fakes.wrap(model, _sgd(model))
-    around = paddle.nn.Sequential(rig.model)
-    with pytest.raises(ConfigError, match=r"parameter '0\.weight' belongs to a model that is already sharded"):
-        session.distributed_model(around)
-
-
-@pytest.mark.parametrize("is_same", [True, False])
-def test_groups_of_other_degrees_are_not_kept(is_same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[Any] = []
-    monkeypatch.setattr(topology, "_HYBRID_PARALLEL_GROUP", before := object())
-    monkeypatch.setattr(session_module, "_degrees_of", lambda _: Degrees(1, 2 if is_same else 4))
-    monkeypatch.setattr(session_module, "paddle_init", lambda **_: found.append(topology._HYBRID_PARALLEL_GROUP))
-    session_module._init_paddle(None, _strategy(), Degrees(1, 2), "INFO")
-    assert found == [before if is_same else None]

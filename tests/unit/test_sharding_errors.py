@@ -12,9 +12,9 @@ from paddle import nn
 from paddle.base import core
 from paddle.base.framework import EagerParamBase
 
-from hp_sharding import ConfigError, ShardingConfig, backward, full_parameters, shard, sharding
+from hp_sharding import ConfigError, ShardingConfig, backward, full_parameters, shard
 from hp_sharding.plain import PlainOptimizer
-from hp_sharding.sharding import LANES, Grid, check_wrap, shard_over
+from hp_sharding.sharding import LANES, check_wrap, shard_over
 from tests.fakes import WaitingLane, wrap
 
 
@@ -233,59 +233,3 @@ def test_full_parameters_of_a_plain_model_are_its_own() -> None:
     with full_parameters(model) as inside:
         assert inside is model
         assert model.weight.numpy().shape == (2, 2)
-
-
-# -- where each mistake is found ---------------------------------------------------------------------------------------
-
-
-def _refuses(*_: Any, **__: Any) -> None:
-    raise ConfigError("found here")
-
-
-def test_a_parameter_on_another_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Elsewhere:
-        name = "gpu:0"
-
-        def holds(self, tensor: paddle.Tensor) -> bool:
-            return False
-
-    model = nn.Linear(4, 4)
-    monkeypatch.setattr(sharding, "current_device", Elsewhere)
-    with pytest.raises(ConfigError, match=r"'weight' lies on Place\(cpu\), but this process computes on gpu:0"):
-        check_wrap(model, _sgd(model))
-
-
-@pytest.mark.parametrize("check", ["check_dtypes", "check_state_exists"])
-def test_what_one_rank_can_see_is_refused_before_ranks_connect(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    connected: list[int] = []
-
-    def connect(*_: Any, timeout_s: float) -> None:
-        connected.append(1)
-        raise ConfigError("too late")
-
-    monkeypatch.setattr(sharding, "_grid", lambda *_: Grid([0, 1], [0]))
-    monkeypatch.setattr(sharding, "connect", connect)
-    monkeypatch.setattr(sharding, check, _refuses)
-    model = nn.Linear(4, 4)
-    with pytest.raises(ConfigError, match="found here"):
-        shard(model, _sgd(model))
-    assert connected == []
-
-
-def test_what_ranks_have_otherwise_is_refused_before_the_model_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Linear(4, 4)
-    sent: list[None] = []
-    about: Any = None
-    monkeypatch.setattr(sharding, "connect", lambda *_, **__: {})
-    monkeypatch.setattr(sharding, "check_alike", _refuses)
-    monkeypatch.setattr(sharding, "broadcast_model", lambda *_: sent.append(None))
-    with pytest.raises(ConfigError, match="found here"):
-        sharding.open_lanes(model, Grid([0, 1], [0]), about=about, timeout_s=1.0)
-    assert sent == []
-
-
-def test_ranks_that_were_not_compared_are_when_they_are_sharded_over_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Linear(4, 4)
-    monkeypatch.setattr(sharding, "check_alike", _refuses)
-    with pytest.raises(ConfigError, match="found here"):
-        shard_over(model, _sgd(model), ShardingConfig(), lanes={name: WaitingLane(name) for name in LANES})

@@ -326,7 +326,6 @@ class TestDegrees:
             ({"dp_degree": 1}, 2, "dp_degree=1 times sharding_degree=1 is 1, but the job has 2 ranks"),
             ({"dp_degree": 2, "sharding_degree": 4}, 4, "is 8, but the job has 4 ranks"),
             ({"mp_degree": 3}, 4, "mp_degree=3 does not divide 4 ranks"),
-            ({"mp_degree": 2, "dp_degree": -2}, 8, "use dp_degree=1 and sharding_degree=4, mp_degree=2"),
             ({"mp_degree": 2, "sharding_degree": 4}, 4, "does not divide 4 ranks in groups of mp_degree=2"),
             ({"mp_degree": 2, "sharding_degree": 2, "dp_degree": 2}, 4, "times mp_degree=2 is 8, but the job has 4"),
             ({"pp_degree": 2, "sharding_degree": 2}, 4, "pp_degree=2 is not supported beside sharding: a pipeline"),

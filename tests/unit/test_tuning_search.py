@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import subprocess
 import sys
@@ -89,11 +88,3 @@ def test_needs_no_paddle() -> None:
         "import hp_sharding.tuning.search; sys.exit('paddle' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
-
-
-@pytest.mark.parametrize("n_steps", [4, 16])
-def test_chance_is_less_with_more_steps(n_steps: int) -> None:
-    search = Search(1, 0)
-    search.take(0, Measured([9.0, 11.0] * (n_steps // 2), [3.0] * n_steps))
-    # Of values that lie 1 ms off their median.
-    assert search.margin() == pytest.approx(1.5 * math.sqrt(2) * 1.25 * 1.4826 / math.sqrt(n_steps))

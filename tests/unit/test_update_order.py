@@ -64,7 +64,7 @@ def test_buckets_whose_reduction_is_done_are_updated_while_others_are_waited_for
 
 def test_each_bucket_is_gathered_as_soon_as_it_is_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not after the whole update."""
-    monkeypatch.setattr("hp_sharding.step_update.TOGETHER_BYTES", 1)
+    monkeypatch.setattr("hp_sharding.optimizer.TOGETHER_BYTES", 1)
     rig = _shard()
     _backward(rig.model, 0)
     started: list[int] = []
@@ -76,7 +76,7 @@ def test_each_bucket_is_gathered_as_soon_as_it_is_next(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("limit", [1, 4096, 1 << 20])
 def test_small_neighbours_are_updated_in_one_call(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """As many as are reduced and fit into the limit; a larger one is updated alone."""
-    monkeypatch.setattr("hp_sharding.step_update.TOGETHER_BYTES", limit)
+    monkeypatch.setattr("hp_sharding.optimizer.TOGETHER_BYTES", limit)
     rig = _shard()
     _backward(rig.model, 0)
     rig.optimizer._reducer._wait_all()

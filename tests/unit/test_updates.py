@@ -92,28 +92,6 @@ def test_what_the_user_set_for_a_parameter_holds_for_its_slices(make: MakeOptimi
         np.testing.assert_array_equal(found[param.name], param.numpy().reshape(-1), err_msg=param.name)
 
 
-def test_what_the_user_sets_later_for_all_of_a_bucket_holds_too() -> None:
-    model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 16))
-    for number, param in enumerate(model.parameters()):
-        param.name = f"p{number}"
-    rank = Rank(ELEMENTWISE["SGD"], 1, 0, model)
-    assert rank.updates._fused, "its parameters are updated together"
-    rank.put(make_gradients(rank.model, 0))
-    rank.apply()
-    before = together([rank])
-    for param in rank.model[0].parameters():
-        param.optimize_attr = {"learning_rate": 0.0}
-    rank.put(make_gradients(rank.model, 1))
-    rank.apply()
-    after = together([rank])
-    assert [np.array_equal(before[name], after[name]) for name in ("p0", "p1", "p2", "p3")] == [
-        True,
-        True,
-        False,
-        False,
-    ]
-
-
 def test_parameters_that_the_optimizer_lacks_stay() -> None:
     rank = Rank(lambda model: paddle.optimizer.SGD(0.1, parameters=model[1].parameters()), 1, 0)
     assert [param.name for buffer in rank.buffers for param in buffer.params] == ["p2", "p3"]
